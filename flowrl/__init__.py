@@ -1,0 +1,2 @@
+"""flowrl: dataflow for reinforcement-learning post-training of language models."""
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""From a flow and a cluster to a Plan: check, derive, estimate, place, reshard, schedule."""

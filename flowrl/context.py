@@ -1,0 +1,145 @@
+"""What surrounds a node while it runs: the step, the call's label, the bound engines, and the randomness of each row.
+
+Randomness is counter-based: (seed, call label, iteration, pull, prompt_id, index in group, turn) decides, so neither
+placement nor completion order changes a draw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowrl.models import Model, State
+    from flowrl.runtime.engines.base import Engine
+
+
+@dataclass
+class Bindings:
+    """Which engine holds each Model, the value of each State, and the opened resources of each node.
+
+    The runtime makes one per run. Outside a run, one lives for the process: it is what makes ``Rollout(actor)(prompts)``
+    work in a Python shell.
+    """
+
+    open_engine: Callable[[Model, Bindings], Engine]
+    engines: dict[Model, Engine] = field(default_factory=dict)
+    states: dict[State, Any] = field(default_factory=dict)
+    resources: dict[Any, Any] = field(default_factory=dict)
+    #: The plan's token budget of one forward pass in training and scoring.
+    micro_batch_tokens: int = 4096
+
+    def engine(self, model: Model) -> Engine:
+        """The engine that holds this Model, opened at first use."""
+        if model not in self.engines:
+            self.engines[model] = self.open_engine(model, self)
+        return self.engines[model]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Where in a run a node is called. ``pull`` counts the refills of a filter within one iteration."""
+
+    seed: int = 0
+    iteration: int = 0
+    pull: int = 0
+    label: str = ""
+    #: Counts of calls by node class: unlabelled eager calls get the labels that recording would give.
+    counts: dict[str, int] = field(default_factory=dict, compare=False)
+    #: Receives what a node reports about its own work (metrics by name), or None when nobody listens.
+    report: Callable[[str, float], None] | None = field(default=None, compare=False)
+    #: Receives (prompt_id, sample_id) of the rows to blame when an optimiser step is skipped.
+    report_nonfinite: Callable[[Sequence[tuple[int, int]]], None] | None = field(default=None, compare=False)
+
+    def key(self, prompt_id: int, index_in_group: int = 0, turn: int = 0) -> int:
+        """The 128-bit key of one row's random stream."""
+        return random_key(
+            self.seed, self.label, self.iteration, self.pull, prompt_id, index_in_group, turn
+        )
+
+
+_current_step: ContextVar[StepContext | None] = ContextVar("flowrl_step", default=None)
+_current_bindings: ContextVar[Bindings | None] = ContextVar("flowrl_bindings", default=None)
+_process_bindings: list[Bindings] = []
+
+
+def random_key(seed: int, label: str, *counters: int) -> int:
+    """A 128-bit key from a seed, a label and counters: equal inputs, equal key, on every machine."""
+    text = label.encode()
+    packed = struct.pack(f"<q I {len(text)}s {len(counters)}q", seed, len(text), text, *counters)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=16).digest(), "little")
+
+
+def current_step() -> StepContext:
+    """The step in which the caller runs; seed 0, iteration 0 outside of any."""
+    return _current_step.get() or StepContext()
+
+
+def current_bindings() -> Bindings:
+    """The engines bound here: the run's, or the process's own outside of a run."""
+    bindings = _current_bindings.get()
+    if bindings is not None:
+        return bindings
+    if not _process_bindings:
+        from flowrl.runtime.worker import open_engine  # the runtime is loaded only when something runs
+
+        _process_bindings.append(Bindings(open_engine))
+    return _process_bindings[0]
+
+
+@contextlib.contextmanager
+def step(seed: int = 0, iteration: int = 0, *, pull: int = 0) -> Iterator[StepContext]:
+    """Supply randomness to nodes that are called by hand.
+
+    Example::
+
+        with flowrl.step(seed=1, iteration=0):
+            rollouts = Rollout(actor, group_size=4)(prompts)
+    """
+    context = StepContext(seed=seed, iteration=iteration, pull=pull)
+    with use_step(context):
+        yield context
+
+
+@contextlib.contextmanager
+def use_step(context: StepContext) -> Iterator[None]:
+    token = _current_step.set(context)
+    try:
+        yield
+    finally:
+        _current_step.reset(token)
+
+
+@contextlib.contextmanager
+def use_label(label: str) -> Iterator[None]:
+    """Run the body as the call of this label."""
+    with use_step(replace(current_step(), label=label)):
+        yield
+
+
+@contextlib.contextmanager
+def use_bindings(bindings: Bindings) -> Iterator[None]:
+    token = _current_bindings.set(bindings)
+    try:
+        yield
+    finally:
+        _current_bindings.reset(token)
+
+
+def report(name: str, value: float) -> None:
+    """Report a metric of the running call, under its label. Free when nobody listens."""
+    listener = current_step().report
+    if listener is not None:
+        listener(name, value)
+
+
+def report_nonfinite(rows: Sequence[tuple[int, int]]) -> None:
+    """Report the rows that made an optimiser step non-finite."""
+    listener = current_step().report_nonfinite
+    if listener is not None:
+        listener(rows)

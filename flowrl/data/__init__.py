@@ -1,0 +1,1 @@
+"""Data sets and tasks: what a source draws from."""

@@ -1,0 +1,1 @@
+"""Pure math on ragged tensors: advantages, losses, KL estimators, aggregation. No node, no model, no state."""

@@ -1,0 +1,256 @@
+"""Models: parameters with an identity. With State, the only mutable thing in a flow.
+
+A Model here is a light, frozen handle: a unique name, where the parameters come from, and how to hold them. Nothing is
+loaded until an engine is bound to it. Two nodes given one Model share its weights; two distinct Models with one name
+are an error that the check of a flow reports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from flowrl.runtime.engines.base import Engine
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BaseModel:
+    """What every Model has. ``name`` is filled in when it is not given."""
+
+    name: str = ""
+
+    kind: ClassVar[str] = "policy"
+
+    @property
+    def parameter_set(self) -> BaseModel:
+        """The Model that owns the parameters which a writer of this one would change."""
+        return self
+
+    @property
+    def writable(self) -> bool:
+        """Whether an updater may write it."""
+        return False
+
+    def bound_engine(self) -> Engine:
+        """The engine that holds this Model here: in a run the run's, else the process's own."""
+        from flowrl.context import current_bindings
+
+        return current_bindings().engine(self)  # type: ignore[arg-type]
+
+    def problems(self) -> list[str]:
+        """Settings that cannot work, a sentence each."""
+        return []
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    # A Model is compared by identity, and identity must survive the copies that dataclasses and networkx make.
+    def __copy__(self) -> BaseModel:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BaseModel:
+        return self
+
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Model(BaseModel):
+    """A policy: a causal language model.
+
+    Args:
+        source: a name, a folder, or a live ``PreTrainedModel``, which is trained in place.
+        name: unique in a run; by default the last part of the source.
+        tokenizer: a name, a folder or a live tokenizer; by default the source's own.
+        trainable: whether an updater may write it.
+        dtype: of the parameters as they are kept (and of the optimiser's masters).
+        autocast: of matrix products in training and scoring: "bfloat16" or None for ``dtype`` itself.
+        load_options: passed on to ``from_pretrained`` of model and tokenizer (``gguf_file``, ``revision``, …).
+        engine: which engine holds it: "transformers".
+        device: "cpu", "cuda", "cuda:1", …; None takes the machine's best.
+
+    Example::
+
+        actor = Model("Qwen/Qwen3-1.7B", autocast="bfloat16")
+    """
+
+    source: Any
+    tokenizer: Any = field(default=None, kw_only=True)
+    trainable: bool = field(default=True, kw_only=True)
+    dtype: Dtype = field(default="float32", kw_only=True)
+    autocast: Dtype | None = field(default=None, kw_only=True)
+    load_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    engine: str = field(default="transformers", kw_only=True)
+    device: str | None = field(default=None, kw_only=True)
+
+    name_suffix: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", default_name(self.source) + self.name_suffix)
+
+    @property
+    def writable(self) -> bool:
+        return self.trainable
+
+    def frozen(self) -> Frozen:
+        """This Model as it was at step 0, after a resume too; one and the same however often it is asked for."""
+        existing = getattr(self, "_frozen", None)
+        if existing is None:
+            existing = Frozen(self)
+            object.__setattr__(self, "_frozen", existing)
+        return existing
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            found.append(f"dtype is {self.dtype!r}; expected float32, bfloat16 or float16")
+        if self.autocast not in (None, "bfloat16", "float16"):
+            found.append(f"autocast is {self.autocast!r}; expected None, bfloat16 or float16")
+        return found
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ValueModel(Model):
+    """A critic with a trunk of its own: a causal language model's body and a head that gives one value a token."""
+
+    kind: ClassVar[str] = "value"
+    name_suffix: ClassVar[str] = "-value"
+
+    @classmethod
+    def from_policy(cls, policy: Model, name: str = "") -> ValueModel:
+        """A critic that starts from the policy's weights, with a new head of zeros."""
+        return cls(
+            policy.source,
+            name=name or f"{policy.name}-value",
+            tokenizer=policy.tokenizer,
+            dtype=policy.dtype,
+            autocast=policy.autocast,
+            load_options=policy.load_options,
+            engine=policy.engine,
+            device=policy.device,
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RewardModel(Model):
+    """A model that scores sequences: a sequence classifier with one label."""
+
+    trainable: bool = field(default=False, kw_only=True)
+
+    kind: ClassVar[str] = "reward"
+    name_suffix: ClassVar[str] = "-reward"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DerivedModel(BaseModel):
+    """A Model made from another. ``base`` is the one it follows."""
+
+    base: Model
+
+    @property
+    def kind_of_base(self) -> str:
+        return self.base.kind
+
+    def frozen(self) -> DerivedModel:
+        """Itself: no updater writes a derived Model."""
+        return self
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Frozen(DerivedModel):
+    """The base's weights at step 0. Made by :meth:`Model.frozen`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or f"{self.base.name}.frozen")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Snapshot(DerivedModel):
+    """A copy of the base, taken anew after every ``every``-th version. Its writer is derived: it runs after the base's."""
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or f"{self.base.name}.snapshot")
+
+    def problems(self) -> list[str]:
+        return [] if self.every >= 1 else [f"every is {self.every}; expected at least 1"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Ema(DerivedModel):
+    """The exponential moving average of the base: after each version, ``ema = decay * ema + (1 - decay) * base``."""
+
+    decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or f"{self.base.name}.ema")
+
+    def problems(self) -> list[str]:
+        return [] if 0.0 <= self.decay < 1.0 else [f"decay is {self.decay}; expected 0 <= decay < 1"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ValueHead(DerivedModel):
+    """A value head on the base's trunk. It shares the base's parameters: its loss belongs in the base's updater."""
+
+    kind: ClassVar[str] = "value"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or f"{self.base.name}.value_head")
+
+    @property
+    def parameter_set(self) -> BaseModel:
+        return self.base
+
+    @property
+    def writable(self) -> bool:
+        return self.base.writable
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A mutable value without a network: an adaptive KL coefficient, running reward statistics, a curriculum.
+
+    Args:
+        name: unique in a run.
+        init: the value at step 0, made of numbers, strings, lists, dicts and tensors.
+
+    It has versions, one writer, and is checkpointed. Inside a node: ``state.value`` reads, ``state.set(value)`` writes.
+    """
+
+    name: str
+    init: Any
+
+    @property
+    def value(self) -> Any:
+        from flowrl.context import current_bindings
+
+        return current_bindings().states.get(self, self.init)
+
+    def set(self, value: Any) -> None:
+        from flowrl.context import current_bindings
+
+        current_bindings().states[self] = value
+
+    def __copy__(self) -> State:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        return self
+
+
+def default_name(source: Any) -> str:
+    """The last part of a path or hub name; of a live model its class."""
+    if isinstance(source, str | os.PathLike):
+        return os.path.basename(os.path.normpath(os.fspath(source))) or "model"
+    return type(source).__name__
+
+
+#: What a node may hold as "a Model".
+AnyModel = Model | DerivedModel

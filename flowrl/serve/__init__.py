@@ -1,0 +1,1 @@
+"""Serving the actor. Nothing is here yet."""
