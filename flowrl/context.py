@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowrl.models import Model, State
+    from flowrl.models import DerivedModel, Model, State
     from flowrl.runtime.engines.base import Engine
 
 
@@ -78,6 +78,34 @@ def random_key(seed: int, label: str, *counters: int) -> int:
 def current_step() -> StepContext:
     """The step in which the caller runs; seed 0, iteration 0 outside of any."""
     return _current_step.get() or StepContext()
+
+
+def current_step_or_none() -> StepContext | None:
+    """The step that somebody supplied, if any."""
+    return _current_step.get()
+
+
+def seed_call(label: str) -> None:
+    """Seed the global generators for one call, so that code which draws from them is reproducible and resumable too."""
+    import random
+
+    import numpy as np
+    import torch
+
+    here = current_step()
+    key = random_key(here.seed, label, here.iteration, here.pull)
+    random.seed(key)
+    np.random.seed(key % (1 << 32))
+    torch.manual_seed(key % (1 << 63))
+
+
+def follow_writers(models: Iterable[DerivedModel]) -> None:
+    """Let Snapshots and Emas follow their base: what the derived writers do after the base's writer."""
+    from flowrl.runtime.worker import follow
+
+    bindings = current_bindings()
+    for model in models:
+        follow(model, bindings)
 
 
 def current_bindings() -> Bindings:

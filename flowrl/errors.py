@@ -96,6 +96,10 @@ class AlignmentError(BatchError):
     """Row ids of a node's inputs differ, repeat or are missing."""
 
 
+class GroupSizeError(BatchError):
+    """A group-relative node met a group smaller than it is defined for."""
+
+
 class DataError(FlowError, ValueError):
     """A data set cannot be read: missing file or column, empty, a row of the wrong type."""
 

@@ -77,6 +77,10 @@ class Node(_NodeTransform):
     split: ClassVar[Split] = "rows"
     joins: ClassVar[Mapping[str, Join]] = {}
     needs_groups: ClassVar[int] = 1
+    #: The kind that its Models must be of: "policy", "value" or "reward"; None where it does not matter.
+    wants_kind: ClassVar[str | None] = None
+    #: Whether it may return fewer groups than it is given; the runtime then pulls upstream again. See nodes/filter.py.
+    is_filter: ClassVar[bool] = False
 
     #: Whether ``*args`` are aligned by row id with each other.
     aligns_variadic: ClassVar[bool] = True
@@ -131,6 +135,14 @@ class Node(_NodeTransform):
 
     def problems(self) -> Iterable[str]:
         """Settings that cannot work, a sentence each; collected when a flow is checked."""
+        return ()
+
+    def wiring_problems(self, given: frozenset[str]) -> Iterable[str]:
+        """Inputs that its settings need and that the wiring leaves out, a sentence each; collected when a flow is checked.
+
+        Args:
+            given: the names of the arguments that are wired.
+        """
         return ()
 
     def setup(self, ctx: context.Bindings) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec
 
 from flowrl.batches import Batch, OldLogprobs, Sequences
@@ -24,8 +24,9 @@ P = ParamSpec("P")
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-#: By name, (sum, count). The objective is called "loss"; the rest are metrics and carry no gradient.
-Sums = dict[str, tuple["Tensor", "Tensor"]]
+#: By name, (sum, count). The objective is called "loss"; the rest are metrics and carry no gradient. A count of None says
+#: that the sum over the optimiser batch is the number itself ("token-sum"): it is not divided.
+Sums = dict[str, tuple["Tensor", "Tensor | None"]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,20 @@ class Current:
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+
+    def at_policy_tokens(self) -> Current:
+        """The same with 0 selected where the policy wrote no token. A loss may then be NaN there: neither its value (selected
+        away by the aggregation) nor its gradient (NaN × 0 is NaN, but this select passes back a plain 0) can get out."""
+        import torch
+
+        mask = self.loss_mask.values.bool()
+
+        def selected(values: Tensor | None) -> Tensor | None:
+            return None if values is None else torch.where(mask, values, torch.zeros((), dtype=values.dtype))
+
+        return replace(
+            self, logprobs=selected(self.logprobs), entropy=selected(self.entropy), values=selected(self.values)
+        )
 
     def old(self, old_logprobs: OldLogprobs) -> Tensor:
         """float32 ``[num_tokens]``: the log-probs before the update; the current ones, detached, where the plan found them
@@ -88,12 +103,12 @@ class TermRows:
     Args:
         term: the loss and its inputs.
         constants: what ``loss.prepare`` made of the whole optimiser batch.
-        count: the term's denominator over the whole optimiser batch (over all ranks).
+        count: the term's denominator over the whole optimiser batch (over all ranks); None: the sum is not divided.
     """
 
     term: LossTerm
     constants: Any
-    count: float
+    count: float | None
 
 
 class Loss(Node):
@@ -124,9 +139,9 @@ class Loss(Node):
         """Constants from the detached columns of the whole optimiser batch; run once per optimiser step."""
         return None
 
-    def count(self, **inputs: Any) -> float:
+    def count(self, **inputs: Any) -> float | None:
         """The denominator of the objective over these rows. It may not depend on the Model being trained; counts of disjoint
-        row sets add up."""
+        row sets add up. None: the objective is a plain sum, divided by nothing."""
         raise NotImplementedError
 
     def sums(self, current: Current, constants: Any, **inputs: Any) -> Sums:
@@ -150,7 +165,7 @@ class TokenLoss(Loss):
         Values outside of the loss mask do not matter, not even NaN."""
         raise NotImplementedError
 
-    def count(self, **inputs: Any) -> float:
+    def count(self, **inputs: Any) -> float | None:
         from flowrl.functional.aggregation import aggregation_count
 
         sequences = next(v for v in inputs.values() if isinstance(v, Sequences))
@@ -161,9 +176,9 @@ class TokenLoss(Loss):
 
         if constants is not None:
             inputs["constants"] = constants
-        result = self.token_losses(current, **inputs)
+        result = self.token_losses(current.at_policy_tokens(), **inputs)
         losses, metrics = result if isinstance(result, tuple) else (result, {})
-        out = {"loss": aggregate(losses, current.loss_mask, self.aggregation, scale=self.scale)}
+        out: Sums = {"loss": aggregate(losses, current.loss_mask, self.aggregation, scale=self.scale)}
         for name, values in metrics.items():
             out[name] = aggregate(values.detach(), current.loss_mask, "token-mean")
         return out

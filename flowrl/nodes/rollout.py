@@ -52,6 +52,7 @@ class Rollout(Node):
     max_staleness: int = 0
 
     kind: ClassVar[str] = "rollout"
+    wants_kind: ClassVar[str | None] = "policy"
 
     def problems(self) -> Iterable[str]:
         s = self.sampling

@@ -1,0 +1,211 @@
+"""Plan and Program: what a runtime needs, as data.
+
+A **Plan** is frozen, JSON, comparable, and explains itself. A **Program** is the labelled calls (they travel with
+cloudpickle, also when their classes are defined in ``__main__``, in a function or in a notebook) plus the Plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flowrl.errors import FlowError
+from flowrl.models import BaseModel, State
+
+if TYPE_CHECKING:
+    from flowrl.nodes.base import Node
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where an argument comes from: the call of this label, and the fields read from its output."""
+
+    label: str
+    path: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ".".join((self.label, *self.path))
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One call as the plan sees it.
+
+    Args:
+        arguments: (name, bindings): one binding, or several for ``*args``.
+        elided: why the call is left out; "" where it runs.
+    """
+
+    label: str
+    node: str
+    kind: str
+    arguments: tuple[tuple[str, tuple[str, ...]], ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    device: str
+    elided: str = ""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """One Model as the plan sees it."""
+
+    name: str
+    kind: str
+    device: str
+    dtype: str
+    autocast: str | None
+    engine: str
+    writer: str
+
+
+@dataclass(frozen=True)
+class PlannedWeightEdge:
+    """A (writer → reader) pair; ``lag`` is how many versions behind the reader may be."""
+
+    model: str
+    writer: str
+    reader: str
+    max_staleness: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the compiler made of a flow: calls in execution order, weight edges, elided calls, derived writers, devices."""
+
+    calls: tuple[PlannedCall, ...]
+    models: tuple[PlannedModel, ...]
+    weight_edges: tuple[PlannedWeightEdge, ...]
+    derived_writers: tuple[tuple[str, str], ...]
+    micro_batch_tokens: int
+    device: str
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        """A JSON text; equal plans give equal texts."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan back from :meth:`to_json`.
+
+        Raises:
+            FlowError: the text is of another schema version, or not a plan.
+        """
+        try:
+            raw = json.loads(text)
+            version = raw.pop("schema_version")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise FlowError("This is not a plan", expected="JSON written by Plan.to_json", received=error) from None
+        if version != SCHEMA_VERSION:
+            raise FlowError("This plan is of another version", expected=f"schema {SCHEMA_VERSION}", received=version)
+        calls = tuple(
+            PlannedCall(
+                **{
+                    **c,
+                    "arguments": tuple((name, tuple(bindings)) for name, bindings in c["arguments"]),
+                    "reads": tuple(c["reads"]),
+                    "writes": tuple(c["writes"]),
+                }
+            )
+            for c in raw["calls"]
+        )
+        return cls(
+            calls=calls,
+            models=tuple(PlannedModel(**m) for m in raw["models"]),
+            weight_edges=tuple(PlannedWeightEdge(**e) for e in raw["weight_edges"]),
+            derived_writers=tuple((a, b) for a, b in raw["derived_writers"]),
+            micro_batch_tokens=raw["micro_batch_tokens"],
+            device=raw["device"],
+        )
+
+    @property
+    def structure(self) -> str:
+        """A hash of what a checkpoint depends on: calls, wiring and Models, but neither settings nor devices."""
+        parts = [(c.label, c.node, c.arguments, c.reads, c.writes) for c in self.calls]
+        models = [(m.name, m.kind, m.writer) for m in self.models]
+        return hashlib.sha256(json.dumps([parts, models]).encode()).hexdigest()[:16]
+
+    def explain(self) -> str:
+        """The plan in words: what runs in which order, what reads which weights, what was left out and why."""
+        lines = [f"{len(self.calls)} calls on {self.device}, in this order:"]
+        for i, call in enumerate(self.calls, 1):
+            inputs = ", ".join(f"{name}={' + '.join(b)}" for name, b in call.arguments)
+            notes = [f"reads {', '.join(call.reads)}"] if call.reads else []
+            notes += [f"writes {', '.join(call.writes)}"] if call.writes else []
+            line = f"{i:3}. {call.label}({inputs})" + (f"  [{'; '.join(notes)}]" if notes else "")
+            if call.elided:
+                line += f"\n     left out: {call.elided}"
+            lines.append(line)
+        for name, base in self.derived_writers:
+            lines.append(f"     {name} follows {base} after each version of it")
+        for edge in self.weight_edges:
+            lag = "this iteration's version" if edge.max_staleness == 0 else f"up to {edge.max_staleness} versions back"
+            lines.append(f"Weights of {edge.model}: {edge.writer} → {edge.reader}, {lag}")
+        for model in self.models:
+            precision = model.dtype + (f", products in {model.autocast}" if model.autocast else "")
+            written = f"written by {model.writer}" if model.writer else "never written"
+            lines.append(f"Model {model.name}: {model.kind}, {model.engine} on {model.device}, {precision}, {written}")
+        lines.append(f"Training and scoring run in micro-batches of at most {self.micro_batch_tokens} tokens.")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramCall:
+    """A call with its node, ready to run.
+
+    Args:
+        label: unique and stable.
+        node: the node.
+        arguments: by parameter name, a Binding, or a tuple of them for ``*args``.
+    """
+
+    label: str
+    node: Node
+    arguments: Mapping[str, Binding | tuple[Binding, ...]]
+
+    def bindings(self) -> Iterator[Binding]:
+        """Every edge into this call."""
+        for value in self.arguments.values():
+            yield from value if isinstance(value, tuple) else (value,)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The labelled calls in execution order, the outputs, and the Plan: all that a runtime needs."""
+
+    calls: tuple[ProgramCall, ...]
+    outputs: tuple[Binding, ...]
+    models: tuple[BaseModel, ...]
+    states: tuple[State, ...]
+    plan: Plan
+    graph_svg: str = field(default="", repr=False)
+
+    def call(self, label: str) -> ProgramCall:
+        """The call of this label."""
+        return next(c for c in self.calls if c.label == label)
+
+    def elided(self) -> dict[str, str]:
+        """Labels of calls that are left out, with the reason."""
+        return {c.label: c.elided for c in self.plan.calls if c.elided}
+
+    def to_bytes(self) -> bytes:
+        """The whole program with cloudpickle; :func:`load_program` is the inverse."""
+        import cloudpickle
+
+        return cloudpickle.dumps(self)
+
+
+def load_program(data: bytes) -> Program:
+    """A program from :meth:`Program.to_bytes`. Only load what you trust: it is a pickle."""
+    import pickle
+
+    program: Any = pickle.loads(data)
+    if not isinstance(program, Program):
+        raise FlowError("These bytes are not a program", expected="Program.to_bytes()", received=type(program).__name__)
+    return program

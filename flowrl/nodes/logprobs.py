@@ -1,0 +1,84 @@
+"""Log-prob nodes: score the responses under the policy before the update, or under a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from flowrl import context
+from flowrl.batches import LogprobOrigin, OldLogprobs, RefLogprobs, Rollouts, Sequences
+from flowrl.models import AnyModel
+from flowrl.nodes.base import Node
+from flowrl.ragged import Ragged
+
+
+class _Logprobs(Node):
+    """What the two log-prob nodes share: a Model and a temperature."""
+
+    model: AnyModel
+    temperature: float | None = None
+
+    kind: ClassVar[str] = "logprobs"
+
+    def problems(self) -> Iterable[str]:
+        if self.temperature is not None and not self.temperature > 0:
+            yield f"temperature is {self.temperature}; expected more than 0, or None for that of the rollouts"
+
+    def _score(self, sequences: Sequences) -> tuple[Ragged, LogprobOrigin]:
+        engine = self.model.bound_engine()
+        temperature = scoring_temperature(sequences) if self.temperature is None else self.temperature
+        origin = engine.origin(temperature=temperature)
+        return engine.logprobs(sequences, temperature=temperature).logprobs, origin
+
+
+class PolicyLogprobs(_Logprobs):
+    """Log-probs of the responses under the policy before the update.
+
+    Args:
+        model: the policy that is about to be trained.
+        temperature: divides the logits; None takes the one that the responses were sampled at (1 where they were taken
+            greedily, or are recorded data of unknown origin).
+
+    Shapes: one value a response token. Where the sampler's own log-probs are comparable (no truncated support, the same
+    temperature), reports how far they are from the trainer's: ``rollout_logprob_gap`` (mean over policy tokens) and
+    ``rollout_logprob_gap_max``.
+    """
+
+    def __call__(self, sequences: Sequences) -> OldLogprobs:
+        logprobs, origin = self._score(sequences)
+        _report_gap(sequences, logprobs, origin)
+        return OldLogprobs(sequences.prompt_id, sequences.sample_id, logprobs, origin)
+
+
+class ReferenceLogprobs(_Logprobs):
+    """Log-probs of the responses under a reference, such as ``actor.frozen()``.
+
+    Args:
+        model: the reference.
+        temperature: divides the logits; None takes the one that the responses were sampled at (1 where they were taken
+            greedily, or are recorded data of unknown origin).
+    """
+
+    def __call__(self, sequences: Sequences) -> RefLogprobs:
+        logprobs, origin = self._score(sequences)
+        return RefLogprobs(sequences.prompt_id, sequences.sample_id, logprobs, origin)
+
+
+def scoring_temperature(sequences: Sequences) -> float:
+    """The temperature at which these responses were sampled; 1 for greedy ones and where it is unknown."""
+    origin = sequences.origin if isinstance(sequences, Rollouts) else None
+    return origin.temperature if origin is not None and origin.temperature > 0 else 1.0
+
+
+def comparable_origins(rollouts: LogprobOrigin | None, trainer: LogprobOrigin) -> bool:
+    """Whether the sampler's log-probs are of the distribution that the trainer scores: full support, one temperature."""
+    return rollouts is not None and not rollouts.truncated and rollouts.temperature == trainer.temperature
+
+
+def _report_gap(sequences: Sequences, logprobs: Ragged, origin: LogprobOrigin) -> None:
+    if not (isinstance(sequences, Rollouts) and comparable_origins(sequences.origin, origin)):
+        return
+    gap = (sequences.rollout_logprobs.values - logprobs.values).abs()[sequences.loss_mask.values.bool()]
+    if len(gap):
+        context.report("rollout_logprob_gap", float(gap.mean()))
+        context.report("rollout_logprob_gap_max", float(gap.max()))

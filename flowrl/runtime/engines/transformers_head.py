@@ -1,0 +1,206 @@
+"""Log-probs of given tokens from hidden states, a slice of positions at a time.
+
+With a vocabulary of a hundred thousand the logits dwarf everything else, so they exist for one slice only: the gradient is
+written by hand and either keeps a small batch's logits or computes them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Positions whose logits exist at once.
+SLICE = 1024
+#: Logits of a batch that are kept for the backward pass rather than computed twice, in bytes.
+KEEP_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to the output of its head: ``softcap * tanh(scale * x / softcap)``."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        """In place on float32 ``raw``."""
+        if self.scale != 1.0:
+            raw.mul_(self.scale)
+        if self.softcap is not None:
+            raw.div_(self.softcap).tanh_().mul_(self.softcap)
+        return raw
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What is the same for all positions: ``dtype`` of the matrix products, and the temperature of the softmax."""
+
+    transform: LogitTransform
+    dtype: torch.dtype
+    temperature: float
+    entropy: bool
+    keep: bool
+
+
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of ``targets`` under ``softmax(logits / temperature)``, and the entropy of that distribution.
+
+    Args:
+        hidden: ``[num_positions, hidden]``.
+        weight: ``[vocab, hidden]``.
+        bias: ``[vocab]``.
+        targets: int64 ``[num_positions]``.
+        dtype: of the matrix products; everything after them is float32.
+
+    Returns:
+        float32 ``[num_positions]`` each.
+    """
+    trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = trains and 4 * len(targets) * len(weight) <= KEEP_BYTES
+    settings = HeadSettings(transform, dtype, temperature, entropy, keep)
+    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, targets, settings)  # type: ignore[misc]
+    return logprobs, entropies if entropy else None
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """The same from logits ``[num_positions, vocab]`` that a model computed itself."""
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    entropies = None
+    if entropy:
+        probabilities = logprobs.exp()
+        # a token of probability 0 adds 0, also where its log-prob is -inf
+        entropies = -torch.where(probabilities > 0, probabilities * logprobs, 0.0).sum(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropies
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> Tensor:
+    """float32 ``[positions, vocab]`` of one slice, divided by the temperature."""
+    raw = F.linear(hidden.to(settings.dtype), weight, bias)
+    logits = settings.transform(raw.float() if raw.dtype != torch.float32 else raw)
+    return logits.div_(settings.temperature) if settings.temperature != 1.0 else logits
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: HeadSettings
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            cast_weight = weight.to(settings.dtype)
+            cast_bias = None if bias is None else bias.to(settings.dtype)
+            logprobs = torch.empty(len(targets), device=hidden.device)
+            entropies = torch.zeros(len(targets), device=hidden.device)
+            normalisers = torch.empty(len(targets), device=hidden.device)
+            kept: list[Tensor] = []
+            for start in range(0, len(targets), SLICE):
+                part = slice(start, start + SLICE)
+                logits = _logits(hidden[part], cast_weight, cast_bias, settings)
+                normaliser = torch.logsumexp(logits, dim=-1)
+                normalisers[part] = normaliser
+                logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - normaliser
+                if settings.entropy:
+                    weighted = (logits - normaliser[:, None]).exp_().mul_(logits)
+                    entropies[part] = normaliser - weighted.nan_to_num_(nan=0.0).sum(-1)
+                if settings.keep:
+                    kept.append(logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
+        ctx.settings, ctx.kept = settings, kept
+        if not settings.entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> Any:  # type: ignore[override]
+        hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
+        settings: HeadSettings = ctx.settings
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        cast_weight = weight.to(settings.dtype)
+        cast_bias = None if bias is None else bias.to(settings.dtype)
+        grad_hidden = torch.zeros_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
+        for index, start in enumerate(range(0, len(targets), SLICE)):
+            stop = min(start + SLICE, len(targets))
+            # Positions without a gradient (masked, or of advantage 0) cost nothing. NaN counts as one: it is not 0.
+            live = grad_logprobs[start:stop] != 0
+            if settings.entropy:
+                live = live | (grad_entropies[start:stop] != 0)
+            live = live.nonzero()[:, 0]
+            if not len(live):
+                continue
+            places = live + start
+            part = hidden[places]
+            if settings.keep:
+                logits = ctx.kept[index]
+                logits = logits[live] if len(live) < stop - start else logits
+            else:
+                logits = _logits(part, cast_weight, cast_bias, settings)
+            grad = _grad_logits(
+                logits,
+                normalisers[places],
+                targets[places],
+                grad_logprobs[places],
+                (grad_entropies[places], entropies[places]) if settings.entropy else None,
+                settings,
+            ).to(settings.dtype)
+            if grad_hidden is not None:
+                grad_hidden[places] = (grad @ cast_weight).to(grad_hidden.dtype)
+            if grad_weight is not None:
+                if settings.dtype == torch.float32:
+                    grad_weight.addmm_(grad.t(), part.float())
+                else:
+                    grad_weight += (grad.t() @ part.to(settings.dtype)).float()
+            if grad_bias is not None:
+                grad_bias += grad.float().sum(0)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _grad_logits(
+    logits: Tensor,
+    normalisers: Tensor,
+    targets: Tensor,
+    grad_logprobs: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    settings: HeadSettings,
+) -> Tensor:
+    """Gradient with respect to the head's raw output, float32 ``[positions, vocab]``.
+
+    With p the softmax of the scaled logits z: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy).
+    """
+    logprobs = logits - normalisers[:, None]
+    probabilities = logprobs.exp()
+    if entropy is None:
+        grad = probabilities.mul_(-grad_logprobs[:, None])
+    else:
+        grad_entropies, entropies = entropy
+        spread = logprobs.add_(entropies[:, None]).mul_(grad_entropies[:, None]).add_(grad_logprobs[:, None])
+        grad = torch.where(probabilities > 0, -probabilities * spread, 0.0)
+    grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
+    if settings.temperature != 1.0:
+        grad.div_(settings.temperature)
+    softcap = settings.transform.softcap
+    if softcap is not None:
+        grad.mul_(1 - (logits * (settings.temperature / softcap)).square_())
+    if settings.transform.scale != 1.0:
+        grad.mul_(settings.transform.scale)
+    return grad

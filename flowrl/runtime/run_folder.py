@@ -1,0 +1,143 @@
+"""The folder of a run: where everything is, and who may write there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import RunFolderError
+from flowrl.runtime.atomic import write_atomically
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run.
+
+    ``run.json`` (what was asked and how it ended), ``program.pkl`` and ``plan.json``, ``metrics.parquet``, ``tensorboard/``,
+    ``samples/``, ``checkpoints/``, ``frozen/`` (weights at step 0), ``dumps/``, ``report.html``, ``export/``.
+    """
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def program(self) -> Path:
+        return self.path / "program.pkl"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def frozen(self) -> Path:
+        return self.path / "frozen"
+
+    @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def create(self, *, resume: bool) -> None:
+        """Make the folder for a new run, or make sure that there is a run to resume.
+
+        Raises:
+            RunFolderError: a new run finds anything there; a resume finds no run; the place cannot be written.
+        """
+        if resume:
+            if not self.manifest.exists():
+                raise RunFolderError(
+                    f"There is no run to resume in {self.path}",
+                    expected=f"a run folder with {self.manifest.name}",
+                    received="no such folder" if not self.path.exists() else sorted(p.name for p in self.path.iterdir())[:8],
+                    do="leave --resume out to start a new run there",
+                )
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise RunFolderError(
+                f"Run folder {self.path} exists already",
+                expected="a new or an empty folder",
+                received="a run" if self.manifest.exists() else "something else",
+                do="choose another --out, or go on with --resume",
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / ".writable"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise RunFolderError(f"Cannot write in {self.path}", received=error, do="choose another --out") from None
+
+    def write_manifest(self, **values: Any) -> None:
+        """Update ``run.json``."""
+        known = json.loads(self.manifest.read_text()) if self.manifest.exists() else {}
+        write_atomically(self.manifest, json.dumps({**known, **values}, indent=1, default=str).encode())
+
+    def read_manifest(self) -> dict[str, Any]:
+        """``run.json``.
+
+        Raises:
+            RunFolderError: it is not there, or damaged.
+        """
+        try:
+            return json.loads(self.manifest.read_text())
+        except FileNotFoundError:
+            raise RunFolderError(f"{self.path} is not a run folder", expected=self.manifest.name, received="no such file") from None
+        except ValueError as error:
+            raise RunFolderError(f"{self.manifest} is damaged", received=error) from None
+
+    def require_space(self, needed: int) -> None:
+        """Refuse to start where a checkpoint would not fit.
+
+        Args:
+            needed: bytes.
+        """
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise RunFolderError(
+                f"The disk of {self.path} is too full for this run's checkpoints",
+                expected=f"{needed / 2**20:.0f} MiB",
+                received=f"{free / 2**20:.0f} MiB free",
+                do="free space, choose another --out, or keep fewer checkpoints (keep_last)",
+            )
+
+
+def default_folder(name: str) -> Path:
+    """``runs/<name>-<n>``, the first that is free."""
+    number = 1
+    while (path := Path("runs") / f"{name}-{number:03d}").exists():
+        number += 1
+    return path
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, for the manifest and the report."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import flowrl
+
+    out = {"flowrl": flowrl.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    out["cpus"] = str(os.cpu_count())
+    for package in ("torch", "transformers", "pyarrow"):
+        try:
+            out[package] = version(package)
+        except PackageNotFoundError:
+            out[package] = "not installed"
+    return out

@@ -1,0 +1,147 @@
+"""The short form of a flow: parts, wired by their annotated types. Nothing here that a user could not write by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flowrl.batches import OldLogprobs, RefLogprobs, Values
+from flowrl.errors import GraphError
+from flowrl.graph import Ref, edge_types, is_edge_annotation, type_name, user_location
+from flowrl.models import AnyModel, Model, ValueModel
+from flowrl.nodes.base import Node, as_node
+
+
+class _Pool:
+    """What is there to wire: by type, Refs made already and factories of those made on demand."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, Any]] = []
+        self.factories: dict[type, Callable[[], Any]] = {}
+
+    def add(self, name: str, ref: Any) -> Any:
+        self.made.append((name, ref))
+        return ref
+
+    def find(self, types: tuple[type, ...]) -> list[tuple[str, Any]]:
+        found = [(name, ref) for name, ref in self.made if issubclass(_type_of(ref), types)]
+        if not found:
+            for made_type, factory in list(self.factories.items()):
+                if issubclass(made_type, types):
+                    del self.factories[made_type]
+                    found.append((made_type.__name__, self.add(made_type.__name__, factory())))
+        return found
+
+    def describe(self) -> str:
+        names = [f"{type_name(_type_of(ref))} ({name})" for name, ref in self.made]
+        return ", ".join(names + [f"{t.__name__} (on demand)" for t in self.factories]) or "nothing"
+
+
+def _type_of(ref: Ref) -> type:
+    return ref._type
+
+
+def wire(
+    *,
+    rollout: Any,
+    rewards: Sequence[Any],
+    advantage_estimator: Any,
+    policy_updater: Any,
+    critic: AnyModel | None,
+    critic_updater: Any,
+    reference: AnyModel | None,
+    prompts: Any,
+) -> list[Any]:
+    """The outputs of the short form. See :class:`flowrl.flow.RLFlow` for what is wired to what."""
+    from flowrl.nodes import Critic, PolicyLogprobs, ReferenceLogprobs, ValueUpdater, WeightedSum
+
+    parts = {"rollout": rollout, "reward": list(rewards) or None, "advantage_estimator": advantage_estimator, "policy_updater": policy_updater}
+    missing = [name for name, part in parts.items() if part is None]
+    if missing:
+        raise GraphError(
+            f"RLFlow lacks {', '.join(missing)}",
+            expected="rollout, reward (or reward_models), advantage_estimator and policy_updater",
+            received=", ".join(n for n in parts if n not in missing) or "none of them",
+            do="give the missing part, or compose the flow by hand: RLFlow.from_outputs(…)",
+            where=user_location(),
+        )
+    rollout_node, estimator, updater = as_node(rollout), as_node(advantage_estimator), as_node(policy_updater)
+    policy = _policy_of(rollout_node)
+    pool = _Pool()
+    pool.add("source", prompts)
+    rollouts = pool.add("rollout", _connect(rollout_node, pool))
+    # Reward nodes see the rollouts and what can be made from them, not each other.
+    reward_refs = [_connect(as_node(part), pool) for part in rewards]
+    pool.add("reward", reward_refs[0] if len(reward_refs) == 1 else WeightedSum()(*reward_refs))
+
+    frozen = reference or (policy.frozen() if isinstance(policy, Model) else policy)
+    pool.factories[OldLogprobs] = lambda: PolicyLogprobs(policy)(rollouts)
+    pool.factories[RefLogprobs] = lambda: ReferenceLogprobs(frozen)(rollouts)
+    critics: list[AnyModel] = []
+
+    def make_values() -> Any:
+        model = critic or (ValueModel.from_policy(policy) if isinstance(policy, Model) else None)
+        if model is None:
+            raise GraphError("RLFlow needs a critic", expected="critic=ValueModel(…)", received="a derived policy", where=user_location())
+        critics.append(model)
+        return Critic(model)(rollouts)
+
+    pool.factories[Values] = make_values
+    pool.add("advantage_estimator", _connect(estimator, pool))
+    if getattr(updater, "model", policy) is None:
+        updater = replace(updater, model=policy)
+    outputs = [_connect(updater, pool, also=(RefLogprobs,) if reference is not None else ())]
+    if critics:
+        value_updater = as_node(critic_updater) if critic_updater is not None else ValueUpdater(critics[0])
+        if getattr(value_updater, "model", None) is None:
+            value_updater = replace(value_updater, model=critics[0])  # type: ignore[call-arg]
+        outputs.append(_connect(value_updater, pool))
+    elif critic is not None:
+        raise GraphError(
+            f"RLFlow is given a critic, but {estimator.name} takes no Values",
+            expected="an advantage_estimator with a Values argument, such as GAE()",
+            received=estimator.name,
+            where=user_location(),
+        )
+    return outputs
+
+
+def _policy_of(node: Node) -> AnyModel:
+    for model in node.models():
+        return model  # type: ignore[return-value]
+    raise GraphError(f"{node.name} has no Model", expected="a rollout node with the policy among its fields", received=repr(node), where=user_location())
+
+
+def _connect(node: Node, pool: _Pool, also: tuple[type, ...] = ()) -> Any:
+    """Call a node with what the pool holds for its ports. An optional port is wired where the node would miss it (a KL
+    coefficient asks for reference log-probs), or where its type is in ``also``."""
+    edges = [p for p in node.ports if is_edge_annotation(p.annotation)]
+    required = {p.name for p in edges if p.required}
+    wanted = list(node.wiring_problems(frozenset(required)))
+    arguments: dict[str, Any] = {}
+    for port in edges:
+        types = edge_types(port.annotation)[0]
+        if port.name not in required and not (wanted or (also and issubclass(types[0], also))):
+            continue
+        found = pool.find(types)
+        if len(found) > 1:
+            raise GraphError(
+                f"RLFlow: {len(found)} candidates for argument {port.name!r} of {node.name}",
+                expected=f"one {' or '.join(type_name(t) for t in types)}",
+                received=", ".join(name for name, _ in found),
+                do="compose the flow by hand: RLFlow.from_outputs(…)",
+                where=user_location(),
+            )
+        if not found:
+            raise GraphError(
+                f"RLFlow: nothing fits argument {port.name!r} of {node.name}",
+                expected=" or ".join(type_name(t) for t in types),
+                received=pool.describe(),
+                do="compose the flow by hand: RLFlow.from_outputs(…)",
+                where=user_location(),
+            )
+        arguments[port.name] = found[0][1]
+    return node(**arguments)
+
+
