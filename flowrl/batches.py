@@ -131,9 +131,11 @@ class Batch(_Columns):
         columns = [getattr(self, name) for name in ("prompt_id", "sample_id") if hasattr(self, name)]
         return torch.stack(columns, dim=1) if columns else None
 
-    # `__bool__` and `__iter__` are typed so that an editor marks `if batch:` and `for row in batch:` red.
-    __bool__: ClassVar[None] = None  # type: ignore[assignment]
-    __iter__: ClassVar[None] = None  # type: ignore[assignment]
+    # Typed so that an editor marks `if batch:` and `for row in batch:` red, for a Ref and for data alike.
+    __iter__: ClassVar[None] = None
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"A {type(self).__name__} has no truth value; ask for num_rows.")
 
     def __eq__(self, other: object) -> bool:
         """Bit for bit equality of all columns."""

@@ -13,7 +13,10 @@ import typer
 from flowrl.errors import FlowError
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Dataflow for reinforcement learning of language models."
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Dataflow for reinforcement learning of language models.",
 )
 
 #: Exit statuses of a run that a signal ended, as shells count them.
@@ -36,7 +39,10 @@ def _fail(error: FlowError) -> None:
 _RECIPE_ARGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
-@app.command(context_settings=_RECIPE_ARGS, help="Train: run the recipe in FILE. `flowrl run FILE --help` lists its parameters.")
+@app.command(
+    context_settings=_RECIPE_ARGS,
+    help="Train: run the recipe in FILE. `flowrl run FILE --help` lists its parameters.",
+)
 def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     if str(file) == "--help":
         print(ctx.get_help())
@@ -51,7 +57,9 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
         seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
         time_limit: Annotated[float | None, typer.Option(help="Seconds after which to end cleanly.")] = None,
         checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-        dump_step: Annotated[list[int] | None, typer.Option(help="Keep this step for `flowrl replay`; may be repeated.")] = None,
+        dump_step: Annotated[
+            list[int] | None, typer.Option(help="Keep this step for `flowrl replay`; may be repeated.")
+        ] = None,
     ) -> None:
         experiment = _experiment(file, {**arguments, **_shared(file, num_steps=num_steps, seed=seed)})
         if resume and out is None:
@@ -73,11 +81,17 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
     _with_recipe_flags(ctx, file, start)
 
 
-@app.command(context_settings=_RECIPE_ARGS, help="Check the flow of the recipe in FILE; exits with 1 when it breaks a rule.")
+@app.command(
+    context_settings=_RECIPE_ARGS,
+    help="Check the flow of the recipe in FILE; exits with 1 when it breaks a rule.",
+)
 def check(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     def start(arguments: dict[str, Any]) -> None:
         experiment = _experiment(file, arguments)
-        flows = {"training flow": experiment.flow, **{f"evaluation {e.name!r}": e.flow for e in experiment.evaluations}}
+        flows = {
+            "training flow": experiment.flow,
+            **{f"evaluation {e.name!r}": e.flow for e in experiment.evaluations},
+        }
         reports = {name: flow.check() for name, flow in flows.items()}
         for name, report in reports.items():
             print(f"{name}: {report}")
@@ -106,7 +120,11 @@ def recipes(folder: Annotated[Path, typer.Argument(metavar="FOLDER")] = Path("re
 
     files = sorted(folder.glob("*.py"))
     if not files:
-        raise FlowError(f"There are no recipes in {folder}", expected="Python files with a @flowrl.recipe", received="none")
+        raise FlowError(
+            f"There are no recipes in {folder}",
+            expected="Python files with a @flowrl.recipe",
+            received="none",
+        )
     for file in files:
         doc = inspect.getdoc(load_recipe(file)) or ""
         print(f"{file}: {doc.splitlines()[0] if doc else 'no description'}")

@@ -6,10 +6,9 @@ the run folder, the models, the lengths of the prompts, the room on the disk.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,7 +106,12 @@ class Experiment:
 
     def run(self, **overrides: Any) -> RunResult:
         """Run it; keyword arguments of :func:`run` override the recipe's own."""
-        arguments = {"num_steps": self.num_steps, "evaluations": self.evaluations, **self.options, **overrides}
+        arguments = {
+            "num_steps": self.num_steps,
+            "evaluations": self.evaluations,
+            **self.options,
+            **overrides,
+        }
         result = run(self.flow, self.data, **arguments)
         if self.on_end is not None and result.status != "interrupted":
             self.on_end(result)
@@ -170,6 +174,7 @@ def run(
     """
     from flowrl.runtime.local import EvaluationPlan, LocalRuntime, Settings
     from flowrl.runtime.run_folder import RunFolder, default_folder, environment
+    from flowrl.runtime.saved_run import save_run
 
     _check_settings(num_steps=num_steps, runtime=runtime, checkpoint_every=checkpoint_every, keep_last=keep_last,
                     time_limit=time_limit, seed=seed, keep_best=keep_best, evaluations=evaluations)  # fmt: skip
@@ -179,7 +184,13 @@ def run(
     for evaluation in evaluations:
         eval_program = compile(evaluation.flow, cluster, micro_batch_tokens=micro_batch_tokens)
         plans.append(
-            EvaluationPlan(evaluation.name, eval_program, _data_of(eval_program, evaluation.data), evaluation.every, evaluation.success_threshold)
+            EvaluationPlan(
+                evaluation.name,
+                eval_program,
+                _data_of(eval_program, evaluation.data),
+                evaluation.every,
+                evaluation.success_threshold,
+            )
         )
     _check_names([program, *(p.program for p in plans)])
     folder = RunFolder(Path(out) if out is not None else default_folder(name))
@@ -204,9 +215,14 @@ def run(
     folder.require_space(local.checkpoint_bytes() * (keep_last + 1))
     if not resume:
         folder.plan.write_text(program.plan.to_json())
-        folder.program.write_bytes(_pack(local, folder))
+        save_run(local)
     folder.write_manifest(
-        name=name, status="running", num_steps=num_steps, seed=seed, flow=program.plan.structure, environment=environment()
+        name=name,
+        status="running",
+        num_steps=num_steps,
+        seed=seed,
+        flow=program.plan.structure,
+        environment=environment(),
     )
     outcome = local.run(resume=resume)
     result = RunResult(outcome.status, outcome.steps, folder.path, outcome.evaluations, outcome.signal_number)  # type: ignore[arg-type]
@@ -217,22 +233,6 @@ def run(
     _write_report(result, program, folder, name, settings, environment())
     folder.write_manifest(status=outcome.status, steps=outcome.steps)
     return result
-
-
-def load_run(path: str | os.PathLike[str]) -> LocalRuntime:
-    """The runtime of an existing run folder, with its Models opened: what ``flowrl replay`` works on.
-
-    Raises:
-        RunFolderError: it is not a run folder.
-    """
-    from flowrl.runtime.run_folder import RunFolder
-
-    folder = RunFolder(Path(path))
-    folder.read_manifest()
-    local = _unpack(folder)
-    local.folder = folder
-    local.open()
-    return local
 
 
 # -- checks before training ------------------------------------------------------------------------------------------
@@ -251,15 +251,23 @@ def _check_settings(**s: Any) -> None:
     if s["time_limit"] is not None and not s["time_limit"] > 0:
         problems.append(f"time_limit is {s['time_limit']}; expected seconds, more than 0")
     names = [e.name for e in s["evaluations"]]
-    problems += [f"two evaluations are called {n!r}; expected names of their own" for n in set(names) if names.count(n) > 1]
-    problems += [f"evaluation {e.name!r} runs every {e.every} steps; expected at least 1" for e in s["evaluations"] if e.every < 1]
+    problems += [
+        f"two evaluations are called {n!r}; expected names of their own" for n in set(names) if names.count(n) > 1
+    ]
+    problems += [
+        f"evaluation {e.name!r} runs every {e.every} steps; expected at least 1"
+        for e in s["evaluations"]
+        if e.every < 1
+    ]
     best = s["keep_best"]
     if best is not None and not any(best.startswith(f"eval/{n}/") for n in names):
         problems.append(f"keep_best is {best!r}; expected eval/<name>/<metric> of an evaluation: {names}")
     for evaluation in s["evaluations"]:
         writers = [evaluation.flow.label(c) for c in evaluation.flow.calls if c.node.writes()]
         if writers:
-            problems.append(f"evaluation {evaluation.name!r} trains ({', '.join(writers)}); expected a flow without an updater")
+            problems.append(
+                f"evaluation {evaluation.name!r} trains ({', '.join(writers)}); expected a flow without an updater"
+            )
     if problems:
         raise FlowError("This run cannot start: " + "; ".join(problems))
 
@@ -283,7 +291,9 @@ def _data_of(program: Program, data: Any) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         if len(sources) != 1:
             raise DataError(
-                f"This flow has {len(sources)} sources", expected=f"data by name: {sorted(sources)}", received=type(data).__name__
+                f"This flow has {len(sources)} sources",
+                expected=f"data by name: {sorted(sources)}",
+                received=type(data).__name__,
             )
         data = {next(iter(sources)): data}
     for name in data:
@@ -291,7 +301,11 @@ def _data_of(program: Program, data: Any) -> dict[str, Any]:
             raise DataError(f"data has {name!r}, but no source is called so", do=nearest(name, sources))
     for name, call in sources.items():
         if name not in data:
-            raise DataError(f"There is no data set for source {name!r}", expected=f"data={{{name!r}: …}}", received=sorted(data))
+            raise DataError(
+                f"There is no data set for source {name!r}",
+                expected=f"data={{{name!r}: …}}",
+                received=sorted(data),
+            )
         given = data[name]
         if not hasattr(given, "rows") or not hasattr(given, "fingerprint"):
             raise DataError(
@@ -357,43 +371,18 @@ def _check_prompts(local: LocalRuntime, program: Program, data: Mapping[str, Any
 # -- what a run leaves behind ----------------------------------------------------------------------------------------
 
 
-def _pack(local: LocalRuntime, folder: Any) -> bytes:
-    """Programs, data and settings with cloudpickle. A live model is written as a HuggingFace folder instead."""
-    import cloudpickle
-
-    live = {id(m.source): m for m in local.models.values() if isinstance(m, Model) and not isinstance(m.source, str | os.PathLike)}
-    for model in live.values():
-        local.bindings.engines[model].export(folder.path / "live" / model.name)
-
-    class Pickler(cloudpickle.Pickler):
-        def persistent_id(self, obj: Any) -> str | None:
-            model = live.get(id(obj))
-            return f"live/{model.name}" if model is not None else None
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump((local.program, local.data, local.evaluations, local.settings))
-    return buffer.getvalue()
-
-
-def _unpack(folder: Any) -> LocalRuntime:
-    import pickle
-
-    from flowrl.runtime.local import LocalRuntime
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: str) -> str:
-            return str(folder.path / pid)
-
-    with open(folder.program, "rb") as file:
-        program, data, evaluations, settings = Unpickler(file).load()
-    return LocalRuntime(program, data, evaluations, folder, replace(settings, progress=False))
-
-
-def _write_report(result: RunResult, program: Program, folder: Any, name: str, settings: Any, versions: dict[str, str]) -> None:
+def _write_report(
+    result: RunResult, program: Program, folder: Any, name: str, settings: Any, versions: dict[str, str]
+) -> None:
     from flowrl.runtime.metrics import read_samples
     from flowrl.runtime.report import write_report
 
-    summary = {"status": result.status, "steps": f"{result.steps} of {settings.num_steps}", "seed": str(settings.seed), **versions}
+    summary = {
+        "status": result.status,
+        "steps": f"{result.steps} of {settings.num_steps}",
+        "seed": str(settings.seed),
+        **versions,
+    }
     samples = read_samples(folder.path)
     for evaluation in result.evaluations:
         samples += _evaluation_samples(evaluation)

@@ -1,7 +1,8 @@
 """Data sets: rows of one batch type, drawn by a cursor.
 
-The stream of draws is endless, goes through all rows once an epoch, and is a pure function of the cursor and the seed:
-a checkpoint keeps one number and the fingerprint of the content, and a resumed run draws exactly what it would have drawn.
+The stream of draws is endless, goes through all rows once an epoch, and is a pure function of the cursor and
+the seed: a checkpoint keeps one number and the fingerprint of the content, and a resumed run draws exactly
+what it would have drawn.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 class Dataset(Protocol):
     """Rows of one batch type, drawn by a cursor.
 
-    Anything with these members can feed a source. ``rows`` must be a pure function of its arguments: a run that is
-    resumed, or whose filter refills, asks again and must get the same rows.
+    Anything with these members can feed a source. ``rows`` must be a pure function of its arguments: a run
+    that is resumed, or whose filter refills, asks again and must get the same rows.
     """
 
     @property
@@ -55,17 +56,23 @@ class Dataset(Protocol):
         ...
 
     def rows(self, start: int, count: int, seed: int) -> Batch:
-        """Draws number ``start`` to ``start + count - 1`` of an endless stream; ``prompt_id`` is the draw number."""
+        """Draws ``start`` to ``start + count - 1`` of an endless stream; ``prompt_id`` is the draw number."""
         ...
+
+
+# `flowrl.run` also calls ``unshuffled(start, count)`` where a data set has it, to find prompts that are too
+# long before training.
 
 
 class _Rows:
     """Columns of Python objects and the order in which they are drawn; what the concrete data sets share.
 
-    Draw number d is in epoch ``d // len(self)``. An epoch visits each row once, in an order that (seed, epoch) decides.
+    Draw d is in epoch ``d // len(self)``. An epoch visits each row once, in the order of (seed, epoch).
     """
 
-    def __init__(self, prompts: Sequence[Any], others: Mapping[str, Sequence[Any]], *, shuffle: bool, name: str) -> None:
+    def __init__(
+        self, prompts: Sequence[Any], others: Mapping[str, Sequence[Any]], *, shuffle: bool, name: str
+    ) -> None:
         self._prompts = tuple(prompts)
         self._others = {key: tuple(values) for key, values in others.items()}
         self._shuffle = shuffle
@@ -107,8 +114,8 @@ class _Rows:
     def split(self, num_held_out: int, seed: int = 0) -> tuple[Self, Self]:
         """Two data sets, (for training, held out), that have no prompt in common.
 
-        The held-out one has exactly ``num_held_out`` rows with different prompts, chosen by ``seed``. A prompt that is held
-        out is in no training row: further rows with it are in neither part.
+        The held-out one has exactly ``num_held_out`` rows with different prompts, chosen by ``seed``. A
+        prompt that is held out is in no training row: further rows with it are in neither part.
 
         Raises:
             DataError: there are not more than ``num_held_out`` different prompts.
@@ -117,7 +124,9 @@ class _Rows:
         keys = [json.dumps(prompt, sort_keys=True) for prompt in self._prompts]
         for i, key in enumerate(keys):
             first_row.setdefault(key, i)
-        self._check_count("split(num_held_out)", num_held_out, len(first_row) - 1, "one less than its different prompts")
+        self._check_count(
+            "split(num_held_out)", num_held_out, len(first_row) - 1, "one less than its different prompts"
+        )
         distinct = list(first_row)
         chosen = permutation(random_key(seed, "flowrl.data.split"), len(distinct))[:num_held_out]
         held_out = {distinct[i] for i in chosen.tolist()}
@@ -170,8 +179,8 @@ class PromptDataset(_Rows):
     """Prompts, with all other columns of the data as extras.
 
     Make one with :meth:`from_jsonl` or :meth:`from_rows`. A prompt is a text or a list of chat messages
-    ``{"role", "content"}``. A text becomes one user message unless ``as_chat=False``, which sends it to the model as it is
-    (for base models without a chat template).
+    ``{"role", "content"}``. A text becomes one user message unless ``as_chat=False``, which sends it to the
+    model as it is (for base models without a chat template).
 
     Example::
 
@@ -227,7 +236,8 @@ class PromptDataset(_Rows):
         as_chat: bool = True,
         name: str = "rows",
     ) -> PromptDataset:
-        """Take dicts of JSON values; arguments as in :meth:`from_jsonl`, and ``name`` is how errors call the data set.
+        """Take dicts of JSON values; arguments as in :meth:`from_jsonl`, and ``name`` is how errors call the
+        data set.
 
         Raises:
             DataError: anything that cannot be taken as said there, with row and column.
@@ -237,7 +247,14 @@ class PromptDataset(_Rows):
 
     @classmethod
     def _build(
-        cls, rows: Iterable[Row], prompt_key: str, *, shuffle: bool, system: str | None, as_chat: bool, name: str
+        cls,
+        rows: Iterable[Row],
+        prompt_key: str,
+        *,
+        shuffle: bool,
+        system: str | None,
+        as_chat: bool,
+        name: str,
     ) -> PromptDataset:
         if system is not None:
             check_text(system, name, "system")
@@ -248,20 +265,28 @@ class PromptDataset(_Rows):
 
     def rows(self, start: int, count: int, seed: int) -> Prompts:
         """Draws ``start`` to ``start + count - 1``, ``count`` rows; they may straddle epochs."""
-        draws = self._draws(start, count, seed)
+        return self._batch(start, self._draws(start, count, seed))
+
+    def unshuffled(self, start: int, count: int) -> Prompts:
+        """Draws ``start`` to ``start + count - 1`` as ``shuffle=False`` gives them: to check the data."""
+        return self._batch(start, [(start + i) % len(self) for i in range(count)])
+
+    def _batch(self, start: int, index: Sequence[int]) -> Prompts:
         return Prompts(
-            prompt_id=draw_numbers(start, count),
-            messages=self._drawn(self._prompts, draws),
-            extras={key: self._drawn(values, draws) for key, values in self._others.items()},
+            prompt_id=draw_numbers(start, len(index)),
+            messages=self._drawn(self._prompts, index),
+            extras={key: self._drawn(values, index) for key, values in self._others.items()},
         )
 
 
 class DemonstrationDataset(_Rows):
-    """Prompts and completions to imitate, as token ids: the prompt as a rollout would have it, the completion, eos.
+    """Prompts and completions to imitate, as token ids: the prompt as a rollout would have it, the
+    completion, eos.
 
-    A prompt is given as in :class:`PromptDataset`; as chat messages its ids are exactly those of the chat template with the
-    generation prompt. The completion is a text; its tokens and the tokenizer's eos token are targets. Other columns are
-    not kept. Rows are tokenised when they are drawn; nothing is cut to a length.
+    A prompt is given as in :class:`PromptDataset`; as chat messages its ids are exactly those of the chat
+    template with the generation prompt. The completion is a text; its tokens and the tokenizer's eos token
+    are targets. Other columns are not kept. Rows are tokenised when they are drawn; nothing is cut to a
+    length.
     """
 
     batch_type: type[Batch] = Demonstrations
@@ -354,7 +379,8 @@ class DemonstrationDataset(_Rows):
         """Draws ``start`` to ``start + count - 1``, ``count`` rows; they may straddle epochs.
 
         Raises:
-            DataError: the tokenizer cannot be loaded, has no eos token, or no chat template for chat prompts.
+            ModelError: the tokenizer cannot be loaded.
+            DataError: the tokenizer has no eos token, or no chat template for chat prompts.
         """
         import torch
 

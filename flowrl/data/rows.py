@@ -1,6 +1,7 @@
 """Reading rows: from JSON-lines files and from Python objects, each mistake named by file, line and column.
 
-A row that comes out of here is a dict of JSON values with the columns of the first row; nothing was repaired on the way.
+A row that comes out of here is a dict of JSON values with the columns of the first row; nothing was repaired
+on the way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def read_jsonl(path: str | os.PathLike[str], limit: int | None = None) -> Iterat
     """The rows of a JSON-lines file, blank lines skipped; after ``limit`` rows the rest is not read.
 
     Raises:
-        DataError: no such file, a folder, unreadable, not UTF-8, invalid JSON, or a line that is not an object.
+        DataError: no such file, a folder, unreadable, not UTF-8, invalid JSON, a line that is no object.
     """
     check_limit(limit)
     path = Path(path)
@@ -66,11 +67,13 @@ def check_file(path: Path) -> None:
             do=f"check the path; relative paths start at {Path.cwd()}",
         )
     hint = nearest(path.name, file_names(folder))
+    if not hint.startswith("did you mean"):
+        hint = f"check the path; relative paths start at {Path.cwd()}"
     raise DataError(
         f"Data file {path} does not exist",
         expected=f"a file in {folder.resolve()}",
         received=f"a folder that holds {some_names(folder)}",
-        do=hint if hint.startswith("did you mean") else f"check the path; relative paths start at {Path.cwd()}",
+        do=hint,
     )
 
 
@@ -121,7 +124,8 @@ def read_objects(rows: Iterable[Mapping[str, Any]], limit: int | None = None) ->
     """Rows from Python mappings of JSON values, numbered from 1.
 
     Raises:
-        DataError: a row that is not a mapping, or a value that JSON cannot hold unchanged (rows travel as JSON).
+        DataError: a row that is not a mapping, or a value that JSON cannot hold unchanged (rows travel as
+            JSON).
     """
     check_limit(limit)
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
@@ -142,7 +146,7 @@ def read_objects(rows: Iterable[Mapping[str, Any]], limit: int | None = None) ->
             if problem:
                 raise DataError(
                     f"{where}: column {name!r} holds {problem}",
-                    expected="what JSON holds unchanged: text, numbers, true, false, null, lists, dicts with text keys",
+                    expected="what JSON holds unchanged: texts, numbers, booleans, None, lists, dicts",
                     do="convert it before: rows travel between processes as JSON",
                 )
         yield Row(where, dict(row))
@@ -319,7 +323,9 @@ def _check_messages(messages: list[Any], where: str, column: str) -> list[dict[s
             )
         if not isinstance(content, str):
             raise DataError(
-                f"{where}: the content of {at} has the wrong type", expected="a text", received=describe(content)
+                f"{where}: the content of {at} has the wrong type",
+                expected="a text",
+                received=describe(content),
             )
         _check_characters(content, where, f"{at}.content")
     if messages[-1]["role"] == "assistant":

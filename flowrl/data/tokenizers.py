@@ -41,7 +41,8 @@ def tokenizer_of(given: Tokenizer | AnyModel) -> Tokenizer:
     """A live tokenizer as it is; that of a Model is loaded once a process.
 
     Raises:
-        DataError: it cannot be loaded, or has no eos token.
+        ModelError: it cannot be loaded.
+        DataError: it has no eos token.
     """
     if isinstance(given, DerivedModel):
         given = given.base
@@ -57,22 +58,10 @@ def tokenizer_of(given: Tokenizer | AnyModel) -> Tokenizer:
 
 @lru_cache(maxsize=8)
 def load_tokenizer(model: Model) -> Tokenizer:
-    """The tokenizer of a Model: its own if it is live, else loaded from its name or folder."""
-    where = model.tokenizer if model.tokenizer is not None else model.source
-    if hasattr(where, "apply_chat_template"):
-        return cast("Tokenizer", where)
-    if not isinstance(where, str) and not hasattr(where, "__fspath__"):
-        raise DataError(
-            f"Model {model.name!r} has no tokenizer",
-            expected="Model(…, tokenizer=a name, a folder or a live tokenizer)",
-            received=f"source={type(where).__name__} without one",
-        )
-    from transformers import AutoTokenizer
+    """The tokenizer of a Model, as its engine would load it."""
+    from flowrl.runtime.engines import transformers_loading  # heavy: loaded when the first rows are drawn
 
-    try:
-        return cast("Tokenizer", AutoTokenizer.from_pretrained(where, **model.load_options))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"The tokenizer of model {model.name!r} cannot be loaded", received=error) from error
+    return cast("Tokenizer", transformers_loading.load_tokenizer(model))
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:

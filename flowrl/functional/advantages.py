@@ -16,19 +16,20 @@ def gae(
 ) -> tuple[Ragged, Ragged]:
     """Generalised advantage estimation (Schulman et al., arXiv 1506.02438) over the policy's tokens.
 
-    δ_t = r_t + γ·V_{t+1} − V_t, A_t = Σ_k (γλ)^k·δ_{t+k}, returns = A + V, where t counts the policy's tokens alone:
-    observations are skipped. The value after the last policy token is 0, for truncated responses too.
+    δ_t = r_t + γ·V_{t+1} − V_t, A_t = Σ_k (γλ)^k·δ_{t+k}, returns = A + V, where t counts the policy's tokens
+    alone: observations are skipped. The value after the last policy token is 0, for truncated responses too.
 
     Args:
-        rewards: float ragged in response layout. A reward at an observation belongs to the policy token before it (to the
-            first one, where there is none before), so that no reward is lost.
+        rewards: float ragged in response layout. A reward at an observation belongs to the policy token
+            before it (to the first one, where there is none before), so that no reward is lost.
         values: float ragged in response layout; V before each token.
         mask: uint8 ragged in response layout.
         gamma: discount a policy token.
         lam: λ.
 
     Returns:
-        advantages and returns, float32 ragged in response layout, 0 at observations. Rows without a policy token are 0.
+        advantages and returns, float32 ragged in response layout, 0 at observations. Rows without a policy
+        token are 0.
     """
     import torch
 
@@ -48,8 +49,8 @@ def gae(
 
 
 def discounted_sums(values: Tensor, row: Tensor, discount: float) -> Tensor:
-    """Σ_k discount^k · values[t+k] within each row, in O(n log longest) by doubling: the sum over 2m steps is that over m
-    steps plus discount^m times the one m steps on.
+    """Σ_k discount^k · values[t+k] within each row, in O(n log longest) by doubling: the sum over 2m steps is
+    that over m steps plus discount^m times the one m steps on.
 
     Args:
         values: float ``[n]``, row after row.
@@ -71,7 +72,7 @@ def discounted_sums(values: Tensor, row: Tensor, discount: float) -> Tensor:
 
 
 def _rewards_of_actions(rewards: Tensor, mask: Ragged) -> Tensor:
-    """Move rewards at observations to the policy token before them, or the first one of the row. ``[num_tokens]``."""
+    """``[num_tokens]``: rewards at observations moved to the policy token before, or the row's first one."""
     import torch
 
     selected = mask.values.bool()
@@ -100,17 +101,17 @@ def group_advantages(
 ) -> Tensor:
     """How much better each response is than the others to its prompt.
 
-    GRPO (Shao et al., arXiv 2402.03300): (R − mean) / (std + eps), std unbiased. Without the division Dr.GRPO (Liu et al.,
-    arXiv 2503.20783). With leave-one-out the mean is that of the others, n/(n−1)·(R − mean): RLOO (Ahmadian et al.,
-    arXiv 2402.14740).
+    GRPO (Shao et al., arXiv 2402.03300): (R − mean) / (std + eps), std unbiased. Without the division Dr.GRPO
+    (Liu et al., arXiv 2503.20783). With leave-one-out the mean is that of the others, n/(n−1)·(R − mean):
+    RLOO (Ahmadian et al., arXiv 2402.14740).
 
     Args:
         rewards: float ``[num_rows]``, finite.
         prompt_id: int64 ``[num_rows]``: equal for the responses to one prompt, which may stand anywhere.
 
     Returns:
-        float32 ``[num_rows]``. Exactly 0 in a group whose rewards are all equal, and in a group of one. Equivariant to the
-        order of rows, bit for bit.
+        float32 ``[num_rows]``. Exactly 0 in a group whose rewards are all equal, and in a group of one.
+        Equivariant to the order of rows, bit for bit.
     """
     import torch
 
@@ -125,7 +126,9 @@ def group_advantages(
 
 
 def spread_over_tokens(rows: Tensor, mask: Ragged) -> Ragged:
-    """A number a row (``[num_rows]``) at each of its policy tokens: ragged in response layout, 0 at observations."""
+    """A number a row (``[num_rows]``) at each of its policy tokens: response layout, 0 at observations."""
     import torch
 
-    return mask.with_values(torch.where(mask.values.bool(), rows[mask.row_of_value], torch.zeros((), dtype=rows.dtype)))
+    return mask.with_values(
+        torch.where(mask.values.bool(), rows[mask.row_of_value], torch.zeros((), dtype=rows.dtype))
+    )

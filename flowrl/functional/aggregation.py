@@ -1,4 +1,4 @@
-"""From one loss a token to one number: sums and counts, so that the runtime can normalise once over an optimiser batch.
+"""From one loss a token to one number: sums and counts, which the runtime divides once an optimiser batch.
 
 | mode | value | count over a set of rows |
 |---|---|---|
@@ -8,8 +8,9 @@
 | seq-mean-token-mean | mean over rows of the row's mean | its rows |
 | seq-mean-token-sum-norm | mean over rows of the row's sum, divided by ``scale`` | its rows × scale |
 
-Rows without a policy token count for nothing. Counts of disjoint sets of rows add up, so neither micro-batches nor ranks
-change a gradient; that is also why token-sum has no count: no number that adds up over parts is always 1.
+Rows without a policy token count for nothing. Counts of disjoint sets of rows add up, so neither
+micro-batches nor ranks change a gradient; that is also why token-sum has no count: no number that adds up
+over parts is always 1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AGGREGATIONS = (
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 )
 
 
@@ -31,14 +36,15 @@ def aggregate(losses: Tensor, mask: Ragged, mode: str, scale: float = 1.0) -> tu
     """The sum and the count of token losses over these rows; their quotient over all rows is the loss.
 
     Args:
-        losses: float ``[num_tokens]``, flat in response layout; what is not selected may be anything, NaN too.
+        losses: float ``[num_tokens]``, flat in response layout; what is not selected may be anything, NaN
+            too.
         mask: uint8 or bool ragged in response layout.
         mode: one of the five above.
         scale: the divisor of "seq-mean-token-sum-norm".
 
     Returns:
-        The sum: a scalar of the dtype of ``losses`` (at least float32), with gradient; 0 for no rows. The count: a float64
-        scalar, or None for "token-sum".
+        The sum: a scalar of the dtype of ``losses`` (at least float32), with gradient; 0 for no rows. The
+        count: a float64 scalar, or None for "token-sum".
 
     Raises:
         FlowError: an unknown mode.
@@ -48,7 +54,9 @@ def aggregate(losses: Tensor, mask: Ragged, mode: str, scale: float = 1.0) -> tu
     if losses.dtype in (torch.bfloat16, torch.float16):
         losses = losses.float()
     device = losses.device
-    selected = torch.where(mask.values.bool().to(device), losses, torch.zeros((), dtype=losses.dtype, device=device))
+    selected = torch.where(
+        mask.values.bool().to(device), losses, torch.zeros((), dtype=losses.dtype, device=device)
+    )
     if mode == "seq-mean-token-mean":
         tokens = _tokens_per_row(mask).clamp(min=1)
         selected = selected / tokens[mask.row_of_value].to(selected)

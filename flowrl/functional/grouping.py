@@ -1,7 +1,7 @@
 """Groups of rows (the responses to one prompt), their statistics, and which rows must stay together.
 
-Every statistic is equivariant to the order of rows, bit for bit: sums are taken in float64 and, within a group, in the order
-of the values themselves, not in that of the rows.
+Every statistic is equivariant to the order of rows, bit for bit: sums are taken in float64 and, within a
+group, in the order of the values themselves, not in that of the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def group_index(prompt_id: Tensor) -> Tensor:
-    """int64 ``[num_rows]``: the group 0 … G−1 of each row; groups are numbered by increasing ``prompt_id``."""
+    """int64 ``[num_rows]``: the group 0 … G−1 of each row, numbered by increasing ``prompt_id``."""
     import torch
 
     return torch.unique(prompt_id, return_inverse=True)[1]
@@ -56,7 +56,7 @@ class Groups:
         return len(self.sizes)
 
     def sum(self, values: Tensor) -> Tensor:
-        """float64 ``[num_groups]``: the sum of ``values`` ``[num_rows]`` of each group; 0 where it is empty."""
+        """float64 ``[num_groups]``: the sum of each group's ``values`` (``[num_rows]``)."""
         import torch
 
         values = values.to(torch.float64)
@@ -70,7 +70,7 @@ class Groups:
         return self.sum(values) / self.sizes
 
     def std(self, values: Tensor) -> Tensor:
-        """float64 ``[num_groups]``: the unbiased standard deviation; 0 for a group of one, and exactly 0 for equal values."""
+        """float64 ``[num_groups]``: the unbiased standard deviation; 0 for one value, and for equal ones."""
         import torch
 
         centered = values.to(torch.float64) - self.mean(values)[self.index]
@@ -78,11 +78,11 @@ class Groups:
         return torch.where(self.max(values) > self.min(values), std, torch.zeros((), dtype=torch.float64))
 
     def max(self, values: Tensor, where: Tensor | None = None) -> Tensor:
-        """``[num_groups]``: the largest value of each group, over the rows that bool ``where`` selects; −inf where none is."""
+        """``[num_groups]``: the largest value among the rows that bool ``where`` selects; −inf for none."""
         return self._extreme(values, where, "amax", float("-inf"))
 
     def min(self, values: Tensor, where: Tensor | None = None) -> Tensor:
-        """``[num_groups]``: the smallest value of each group, over the rows that bool ``where`` selects; inf where none is."""
+        """``[num_groups]``: the smallest value among the rows that bool ``where`` selects; inf for none."""
         return self._extreme(values, where, "amin", float("inf"))
 
     def _extreme(self, values: Tensor, where: Tensor | None, reduce: str, empty: float) -> Tensor:
@@ -96,10 +96,10 @@ class Groups:
 
 
 def coupled_units(sequences: Sequences, couples: str) -> list[list[int]]:
-    """Rows that must stay together in one optimiser batch and one micro-batch, in the order of their first rows.
+    """Rows that must stay together in one optimiser batch and micro-batch, in the order of their first rows.
 
     Args:
-        couples: "row": each row is alone; "group": the rows of one ``prompt_id``; "pair": those of one ``pair_id``.
+        couples: "row": each alone; "group": the rows of one ``prompt_id``; "pair": those of one ``pair_id``.
 
     Raises:
         FlowError: "pair" for sequences that are not in pairs, or an unknown word.

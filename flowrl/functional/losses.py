@@ -1,5 +1,5 @@
-"""Token losses of policies and values. All take flat columns ``[num_tokens]`` and give one loss a token; what becomes of them
-is :mod:`flowrl.functional.aggregation`'s business.
+"""Token losses of policies and values. All take flat columns ``[num_tokens]`` and give one loss a token; what
+becomes of them is :mod:`flowrl.functional.aggregation`'s business.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def ppo_loss(
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped surrogate (Schulman et al., arXiv 1707.06347).
 
-    max(−Aρ, −A·clip(ρ, 1−low, 1+high)) with ρ = π/π_old. Asymmetric bounds are the clip-higher of DAPO (arXiv 2503.14476).
-    With ``dual_clip`` c, tokens with A < 0 are also capped at −A·c (Ye et al., arXiv 1912.09729): a very unlikely token that
-    became likely cannot dominate.
+    max(−Aρ, −A·clip(ρ, 1−low, 1+high)) with ρ = π/π_old. Asymmetric bounds are the clip-higher of DAPO (arXiv
+    2503.14476). With ``dual_clip`` c, tokens with A < 0 are also capped at −A·c (Ye et al., arXiv
+    1912.09729): a very unlikely token that became likely cannot dominate.
 
     Args:
         logprobs: float ``[num_tokens]`` of the current policy, with gradient.
@@ -59,8 +59,8 @@ def ppo_loss(
 def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor | None = None, *, clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error (V − R)², or with a clip the larger of it and that of V clipped to V_old ± clip (as PPO's
-    reference implementation does).
+    """Half the squared error (V − R)², or with a clip the larger of it and that of V clipped to V_old ± clip
+    (as PPO's reference implementation does).
 
     Args:
         values: float ``[num_tokens]`` with gradient.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar, float64: the mean of ``values`` ``[n]`` where bool ``mask`` ``[n]``; 0 where it selects nothing."""
+    """float64 scalar: the mean of ``values`` ``[n]`` where bool ``mask`` ``[n]``; 0 for no values."""
     import torch
 
     kept = values[mask].to(torch.float64)
@@ -17,7 +17,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar, float64: the unbiased variance of ``values`` ``[n]`` where ``mask``; 0 for fewer than two values."""
+    """float64 scalar: the unbiased variance of ``values`` ``[n]`` where ``mask``; 0 for fewer than two."""
     import torch
 
     kept = values[mask].to(torch.float64)
@@ -34,8 +34,8 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
         mask: bool ``[n]``.
 
     Returns:
-        ``[n]`` of the dtype of ``values``; outside of the mask the same map is applied, NaN stays NaN. Fewer than two
-        selected values become 0.
+        ``[n]`` of the dtype of ``values``; outside of the mask the same map is applied, NaN stays NaN. Fewer
+        than two selected values become 0.
     """
     import torch
 
@@ -44,8 +44,8 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def explained_variance(predicted: Tensor, target: Tensor, mask: Tensor) -> float:
-    """1 − Var(target − predicted) / Var(target) over the selected values: 1 is perfect, 0 no better than the mean. 0 where
-    the target does not vary.
+    """1 − Var(target − predicted) / Var(target) over the selected values: 1 is perfect, 0 no better than the
+    mean. 0 where the target does not vary.
 
     Args:
         predicted, target: ``[n]``.

@@ -21,24 +21,29 @@ Invalid = Literal["drop_row", "drop_group", "fail"]
 
 #: A filter may have let only some of the rollouts through.
 _ROLLOUTS_ANCHOR: Mapping[str, Join] = {
-    "rewards": "subset", "values": "subset", "old_logprobs": "subset", "ref_logprobs": "subset"
+    "rewards": "subset",
+    "values": "subset",
+    "old_logprobs": "subset",
+    "ref_logprobs": "subset",
 }
 
 
 class GAE(Node):
-    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438); see :func:`flowrl.functional.advantages.gae`.
+    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438); see
+    :func:`flowrl.functional.advantages.gae`.
 
     Args:
         gamma: discount.
         lam: λ of the estimator.
-        kl_coef: a penalty on each policy token of ``kl_coef`` times the KL estimate of the policy against the reference;
-            more than 0 needs ``old_logprobs`` and ``ref_logprobs``.
+        kl_coef: a penalty on each policy token of ``kl_coef`` times the KL estimate of the policy against the
+            reference; more than 0 needs ``old_logprobs`` and ``ref_logprobs``.
         kl_estimator: see :func:`flowrl.functional.kl.kl_estimate`.
-        whiten: bring the advantages over all policy tokens of the batch to mean 0 and variance 1. Returns stay as they are.
+        whiten: bring the advantages over all policy tokens of the batch to mean 0 and variance 1. Returns
+            stay as they are.
         invalid: what becomes of rows whose reward is invalid: "drop_row", "drop_group" or "fail".
 
-    Shapes: one advantage and one return a response token; 0 at observations. Rows that were dropped are left out.
-    Reports ``dropped_rows``, ``explained_variance`` of the values, and ``kl`` with a penalty.
+    Shapes: one advantage and one return a response token; 0 at observations. Rows that were dropped are left
+    out. Reports ``dropped_rows``, ``explained_variance`` of the values, and ``kl`` with a penalty.
 
     Raises:
         RewardError: a reward is invalid, and ``invalid="fail"``.
@@ -70,7 +75,8 @@ class GAE(Node):
     def wiring_problems(self, given: frozenset[str]) -> Iterable[str]:
         missing = [n for n in ("old_logprobs", "ref_logprobs") if n not in given]
         if self.kl_coef and missing:
-            yield f"kl_coef is {self.kl_coef} and {' and '.join(missing)} not given; pass them, or set kl_coef=0"
+            names = " and ".join(missing)
+            yield f"kl_coef is {self.kl_coef} without {names}; expected them wired, or kl_coef=0"
 
     def __call__(
         self,
@@ -104,7 +110,8 @@ class GAE(Node):
         from flowrl.functional.masking import masked_mean
 
         penalty = kl_penalty(rollouts, self.kl_coef, self.kl_estimator, old, ref, node=self.name)
-        context.report("kl", float(-masked_mean(penalty.values, rollouts.loss_mask.values.bool())) / self.kl_coef)
+        mean = masked_mean(penalty.values, rollouts.loss_mask.values.bool())
+        context.report("kl", -float(mean) / self.kl_coef)
         return penalty
 
 
@@ -113,17 +120,18 @@ class GroupAdvantage(Node):
     :func:`flowrl.functional.advantages.group_advantages`.
 
     Args:
-        normalize_by_std: divide by the group's standard deviation: GRPO (arXiv 2402.03300); without it Dr.GRPO
-            (arXiv 2503.20783).
+        normalize_by_std: divide by the group's standard deviation: GRPO (arXiv 2402.03300); without it
+            Dr.GRPO (arXiv 2503.20783).
         leave_one_out: compare with the mean of the others: RLOO (arXiv 2402.14740).
         eps: added to the standard deviation.
         invalid: what becomes of rows whose reward is invalid: "drop_row", "drop_group" or "fail".
-        degenerate: what becomes of a group whose rewards are all equal: "zero" keeps its rows with advantage 0 (they count
-            in the loss's mean), "drop" leaves them out.
+        degenerate: what becomes of a group whose rewards are all equal: "zero" keeps its rows with advantage
+            0 (they count in the loss's mean), "drop" leaves them out.
 
-    Shapes: a number a row, spread over its policy tokens; 0 at observations. ``returns`` are the row's total reward. Rows
-    that were dropped are left out; a group of which one row is left is dropped too, since nothing is left to compare it
-    with; where no row is left the result has no rows. Reports ``dropped_rows`` and ``degenerate_groups``.
+    Shapes: a number a row, spread over its policy tokens; 0 at observations. ``returns`` are the row's total
+    reward. Rows that were dropped are left out; a group of which one row is left is dropped too, since
+    nothing is left to compare it with; where no row is left the result has no rows. Reports ``dropped_rows``
+    and ``degenerate_groups``.
 
     Raises:
         GroupSizeError: a prompt has fewer than two rollouts.
@@ -197,7 +205,8 @@ def kept_rows(
     keep = rewards.valid.bool()
     num_invalid = int((~keep).sum())
     if num_invalid and invalid == "fail":
-        reason, count = Counter(r for r, v in zip(rewards.reasons, keep.tolist(), strict=True) if not v).most_common(1)[0]
+        reasons = Counter(r for r, v in zip(rewards.reasons, keep.tolist(), strict=True) if not v)
+        reason, count = reasons.most_common(1)[0]
         raise RewardError(
             f"{node}: {num_invalid} of {rewards.num_rows} rewards are invalid",
             expected="valid rewards, since invalid='fail'",
@@ -245,7 +254,7 @@ def kl_penalty(
     *,
     node: str,
 ) -> Ragged:
-    """float32 ragged in response layout: −``kl_coef`` times the KL estimate at policy tokens, 0 at observations.
+    """float32 ragged in response layout: −``kl_coef`` times the KL at policy tokens, 0 at observations.
 
     Raises:
         GraphError: a log-prob is missing.

@@ -12,15 +12,17 @@ from flowrl.nodes.base import Join, Node
 
 
 class Filter(Node):
-    """The base of filters. Its call returns some of the groups that it was given, whole, and changes nothing in them.
+    """The base of filters. Its call returns some of the groups that it was given, whole, and changes nothing
+    in them.
 
-    A filter does not pull: it sees what was sampled and says what is worth training on. The runtime draws further prompts
-    through the calls above the filter until the source's ``batch_size`` groups are there.
+    A filter does not pull: it sees what was sampled and says what is worth training on. The runtime draws
+    further prompts through the calls above the filter until the source's ``batch_size`` groups are there.
 
     Args:
         max_pulls: batches drawn an iteration at most, the first included.
-        on_exhausted: what to do when they did not suffice: "train_short" trains on what there is, "fail" raises
-            ``ExhaustedError``, "carry_over" skips the update and keeps the groups for the next iteration.
+        on_exhausted: what to do when they did not suffice: "train_short" trains on what there is, "fail"
+            raises ``ExhaustedError``, "carry_over" skips the update and keeps the groups for the next
+            iteration.
 
     Example::
 
@@ -49,8 +51,8 @@ class Filter(Node):
 class DropUniformGroups(Filter):
     """Drop the groups whose responses all have the same total reward: a group-relative advantage is 0 there.
 
-    The dynamic sampling of DAPO (arXiv 2503.14476). Invalid rewards are left out of the comparison, and a group with fewer
-    than two valid ones is dropped too. Reports ``dropped_groups`` and ``kept_groups``.
+    The dynamic sampling of DAPO (arXiv 2503.14476). Invalid rewards are left out of the comparison, and a
+    group with fewer than two valid ones is dropped too. Reports ``dropped_groups`` and ``kept_groups``.
     """
 
     joins: ClassVar[Mapping[str, Join]] = {"rewards": "subset"}

@@ -36,12 +36,12 @@ class PolicyLogprobs(_Logprobs):
 
     Args:
         model: the policy that is about to be trained.
-        temperature: divides the logits; None takes the one that the responses were sampled at (1 where they were taken
-            greedily, or are recorded data of unknown origin).
+        temperature: divides the logits; None takes the one that the responses were sampled at (1 where they
+            were taken greedily, or are recorded data of unknown origin).
 
-    Shapes: one value a response token. Where the sampler's own log-probs are comparable (no truncated support, the same
-    temperature), reports how far they are from the trainer's: ``rollout_logprob_gap`` (mean over policy tokens) and
-    ``rollout_logprob_gap_max``.
+    Shapes: one value a response token. Where the sampler's own log-probs are comparable (no truncated
+    support, the same temperature), reports how far they are from the trainer's: ``rollout_logprob_gap`` (mean
+    over policy tokens) and ``rollout_logprob_gap_max``.
     """
 
     def __call__(self, sequences: Sequences) -> OldLogprobs:
@@ -55,8 +55,8 @@ class ReferenceLogprobs(_Logprobs):
 
     Args:
         model: the reference.
-        temperature: divides the logits; None takes the one that the responses were sampled at (1 where they were taken
-            greedily, or are recorded data of unknown origin).
+        temperature: divides the logits; None takes the one that the responses were sampled at (1 where they
+            were taken greedily, or are recorded data of unknown origin).
     """
 
     def __call__(self, sequences: Sequences) -> RefLogprobs:
@@ -71,7 +71,7 @@ def scoring_temperature(sequences: Sequences) -> float:
 
 
 def comparable_origins(rollouts: LogprobOrigin | None, trainer: LogprobOrigin) -> bool:
-    """Whether the sampler's log-probs are of the distribution that the trainer scores: full support, one temperature."""
+    """Whether sampler and trainer speak of one distribution: full support, the same temperature."""
     return rollouts is not None and not rollouts.truncated and rollouts.temperature == trainer.temperature
 
 

@@ -1,4 +1,4 @@
-"""Loss terms: clipped policy losses, the value loss, supervised fine-tuning. The maths is in ``flowrl.functional``."""
+"""Loss terms: clipped policy losses, the value loss, supervised fine-tuning. See ``flowrl.functional``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 #: Advantages decide which rows are trained on: an advantage node may have dropped some.
 _ADVANTAGES_ANCHOR: Mapping[str, Join] = {
-    "rollouts": "subset", "old_logprobs": "subset", "ref_logprobs": "subset", "values": "subset"
+    "rollouts": "subset",
+    "old_logprobs": "subset",
+    "ref_logprobs": "subset",
+    "values": "subset",
 }
 
 
 class ClippedPolicyLoss(TokenLoss):
     """What PPO and GRPO share: the clipped surrogate, an entropy bonus, and their metrics.
 
-    Metrics, as means over policy tokens: ``clip_fraction``, ``ratio``, ``approx_kl`` (k3 of the old policy against the
-    current one), ``entropy`` where it is asked for, and ``rollout_logprob_gap`` (the sampler's log-probs against the
-    trainer's before the update) where the two are comparable.
+    Metrics, as means over policy tokens: ``clip_fraction``, ``ratio``, ``approx_kl`` (k3 of the old policy
+    against the current one), ``entropy`` where it is asked for, and ``rollout_logprob_gap`` (the sampler's
+    log-probs against the trainer's before the update) where the two are comparable.
     """
 
     clip: float = 0.2
@@ -44,7 +47,7 @@ class ClippedPolicyLoss(TokenLoss):
         if not 0 < self.clip < 1:
             found.append(f"clip is {self.clip}; expected 0 < clip < 1")
         if self.clip_high is not None and not self.clip_high > 0:
-            found.append(f"clip_high is {self.clip_high}; expected more than 0, or None for the value of clip")
+            found.append(f"clip_high is {self.clip_high}; expected more than 0, or None")
         if self.dual_clip is not None and not self.dual_clip > 1:
             found.append(f"dual_clip is {self.dual_clip}; expected more than 1, or None")
         return found
@@ -105,7 +108,8 @@ class GRPOLoss(ClippedPolicyLoss):
         clip_high: and up to 1 + clip_high; None takes clip.
         dual_clip: caps the loss of tokens with a negative advantage at ``−A · dual_clip``.
         entropy_coef: weight of an entropy bonus.
-        kl_coef: weight of the KL divergence of the current policy from the reference; more than 0 needs ``ref_logprobs``.
+        kl_coef: weight of the KL divergence of the current policy from the reference; more than 0 needs
+            ``ref_logprobs``.
         kl_estimator: see :func:`flowrl.functional.kl.kl_estimate`.
 
     Metric: ``kl``, where ``ref_logprobs`` are given.
@@ -119,7 +123,7 @@ class GRPOLoss(ClippedPolicyLoss):
 
     def wiring_problems(self, given: frozenset[str]) -> Iterable[str]:
         if self.kl_coef and "ref_logprobs" not in given:
-            yield f"kl_coef is {self.kl_coef} and ref_logprobs is not given; pass ReferenceLogprobs(actor.frozen())(rollouts)"
+            yield f"kl_coef is {self.kl_coef} without ref_logprobs; expected ReferenceLogprobs(…)(rollouts)"
 
     def __call__(
         self,
@@ -189,7 +193,7 @@ class ValueLoss(TokenLoss):
 
 
 class SFTLoss(TokenLoss):
-    """Negative log-likelihood of demonstrations. Metric: ``nll``, its mean over target tokens whatever the aggregation."""
+    """Negative log-likelihood of demonstrations. Metric: ``nll``, its mean over target tokens."""
 
     def __call__(self, demonstrations: Demonstrations) -> LossTerm:
         return self.term(demonstrations=demonstrations)

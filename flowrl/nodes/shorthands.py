@@ -1,5 +1,5 @@
-"""Updaters with one loss term, under the names that people look for. Each is a shorthand: what a flow records is
-``Updater(…)(Loss(…)(…))``, written out.
+"""Updaters with one loss term, under the names that people look for. Each is a shorthand: what a flow records
+is ``Updater(…)(Loss(…)(…))``, written out.
 """
 
 from __future__ import annotations
@@ -51,13 +51,20 @@ class PPOUpdater(OneTermUpdater):
 
     def __call__(self, rollouts: Rollouts, advantages: Advantages, old_logprobs: OldLogprobs) -> TrainStats:
         loss = PPOLoss(
-            self.clip, self.clip_high, self.dual_clip, self.entropy_coef, aggregation=self.aggregation, scale=self.scale
+            self.clip,
+            self.clip_high,
+            self.dual_clip,
+            self.entropy_coef,
+            aggregation=self.aggregation,
+            scale=self.scale,
         )
         return self.update(loss(rollouts, advantages, old_logprobs))
 
 
 class GRPOUpdater(OneTermUpdater):
-    """``Updater(model, …)(GRPOLoss(…)(rollouts, advantages, old_logprobs, ref_logprobs))``; for the settings see the two."""
+    """``Updater(model, …)(GRPOLoss(…)(rollouts, advantages, old_logprobs, ref_logprobs))``; for the settings
+    see the two.
+    """
 
     clip: float = field(default=0.2, kw_only=True)
     clip_high: float | None = field(default=None, kw_only=True)
@@ -89,8 +96,8 @@ class GRPOUpdater(OneTermUpdater):
 class ValueUpdater(OneTermUpdater):
     """``Updater(model, …)(ValueLoss(…)(rollouts, values, advantages))``; for the settings see the two.
 
-    A critic with a trunk of its own is trained by this. A ``ValueHead`` belongs in its trunk's updater, next to the policy's
-    loss; given one, this trains the trunk on the value loss alone.
+    A critic with a trunk of its own is trained by this. A ``ValueHead`` belongs in its trunk's updater, next
+    to the policy's loss; given one, this trains the trunk on the value loss alone.
     """
 
     clip: float | None = field(default=None, kw_only=True)

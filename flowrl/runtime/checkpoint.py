@@ -50,7 +50,13 @@ class Identity:
 
 
 def save_checkpoint(
-    folder: Path, *, progress: Progress, identity: Identity, models: Mapping[str, BaseModel], states: tuple[State, ...], bindings: Bindings
+    folder: Path,
+    *,
+    progress: Progress,
+    identity: Identity,
+    models: Mapping[str, BaseModel],
+    states: tuple[State, ...],
+    bindings: Bindings,
 ) -> Path:
     """Write ``folder/step-<step>``. Nothing that exists is touched before the new one is whole.
 
@@ -188,7 +194,12 @@ def _digest(path: Path) -> str:
 
 
 def load_checkpoint(
-    path: Path, *, identity: Identity, models: Mapping[str, BaseModel], states: tuple[State, ...], bindings: Bindings
+    path: Path,
+    *,
+    identity: Identity,
+    models: Mapping[str, BaseModel],
+    states: tuple[State, ...],
+    bindings: Bindings,
 ) -> Progress:
     """Restore engines and States from a checkpoint, after verifying it whole.
 
@@ -215,7 +226,10 @@ def load_checkpoint(
     for name, model in models.items():
         place = path / "models" / name
         if not place.is_dir():
-            raise CheckpointError(f"Checkpoint {path} lacks model {name!r}", received=sorted(p.name for p in (path / "models").iterdir()))
+            raise CheckpointError(
+                f"Checkpoint {path} lacks model {name!r}",
+                received=sorted(p.name for p in (path / "models").iterdir()),
+            )
         bindings.engines[model].load(place)  # type: ignore[index]
     saved = torch.load(path / "states.pt", weights_only=False)
     for state in states:

@@ -33,7 +33,13 @@ class EvaluationResult:
 
 
 def evaluate(
-    program: Program, data: Mapping[str, Any], *, name: str, step: int, seed: int, success_threshold: float = 1.0
+    program: Program,
+    data: Mapping[str, Any],
+    *,
+    name: str,
+    step: int,
+    seed: int,
+    success_threshold: float = 1.0,
 ) -> EvaluationResult:
     """Run an evaluation program once over the whole of its data set, batch by batch.
 
@@ -60,7 +66,11 @@ def evaluate(
         rewards.append(align(rollouts[-1], found, node=f"evaluation {name}", argument="rewards"))  # type: ignore[arg-type]
     all_rollouts, all_rewards = Rollouts.concat(rollouts), Rewards.concat(rewards)
     return EvaluationResult(
-        name, step, evaluation_metrics(all_rollouts, all_rewards, success_threshold), all_rollouts, all_rewards
+        name,
+        step,
+        evaluation_metrics(all_rollouts, all_rewards, success_threshold),
+        all_rollouts,
+        all_rewards,
     )
 
 

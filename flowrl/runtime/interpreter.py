@@ -88,7 +88,11 @@ class _Runner:
     def run(self, call: ProgramCall, values: Mapping[str, Any], pull: int) -> Any:
         start = time.perf_counter()
         here = context.StepContext(
-            self.seed, self.iteration, pull, report=self._report, report_nonfinite=self.done.nonfinite_rows.extend
+            self.seed,
+            self.iteration,
+            pull,
+            report=self._report,
+            report_nonfinite=self.done.nonfinite_rows.extend,
         )
         label = self.namespace + call.label
         try:
@@ -160,11 +164,12 @@ class _Runner:
             surplus = max(0, passed[call.label] - target)
             if surplus:
                 self.done.values[call.label] = first_groups(kept, target)
-            self.done.flow_of_groups[call.label] |= {"surplus": surplus, "consumed": passed[call.label] - surplus}
+            self.done.flow_of_groups[call.label] |= {
+                "surplus": surplus,
+                "consumed": passed[call.label] - surplus,
+            }
 
-    def _exhausted(
-        self, filters: Sequence[ProgramCall], passed: Mapping[str, int], target: int, pulls: int
-    ) -> None:
+    def _exhausted(self, filters: Sequence[ProgramCall], passed: Mapping[str, int], target: int, pulls: int) -> None:
         for call in filters:
             short = passed[call.label] < target
             if short and (getattr(call.node, "on_exhausted", "fail") == "fail" or passed[call.label] == 0):

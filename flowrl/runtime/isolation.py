@@ -1,12 +1,12 @@
 """Run a user's function in processes of its own, with a deadline for each call.
 
-Hung user code is killed by killing its process: a signal handler or a thread cannot stop a loop inside C (a regular
-expression, a computer algebra system). So each :class:`IsolatedWorker` is a fresh Python, not a fork (no locks, no GPU
-context) and not ``multiprocessing``'s spawn (which would run the user's ``__main__`` again). The function travels by
-cloudpickle, so closures, lambdas and functions of a notebook or script work.
+Hung user code is killed by killing its process: a signal handler or a thread cannot stop a loop inside C (a
+regular expression, a computer algebra system). So each :class:`IsolatedWorker` is a fresh Python: not a fork
+(no locks, no GPU context), and not ``multiprocessing``'s spawn (which would run the user's ``__main__``
+again). The function travels by cloudpickle, so closures, lambdas and functions of a notebook or script work.
 
-Parent and child talk over a socket pair that nothing else writes to, so what the function prints goes where prints go. A call
-is timed from the moment its worker is ready for it: starting or restarting a process is not on any call's clock.
+Parent and child talk over a socket pair that nothing else writes to, so what the function prints goes where
+prints go. A call is timed from the moment its worker is ready for it: no call pays for starting a process.
 """
 
 from __future__ import annotations
@@ -18,92 +18,38 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 
 from flowrl.errors import FlowError
+from flowrl.runtime.isolated_child import (
+    Died,
+    Outcome,
+    Raised,
+    Returned,
+    TimedOut,
+    dump_function,
+    raised,
+    run_here,
+    take_frame,
+    to_frame,
+)
 
-_HEADER = struct.Struct("<Q")
+__all__ = ["Died", "IsolatedPool", "IsolatedWorker", "Outcome", "Raised", "Returned", "TimedOut", "run_here"]
+
 #: How long a process may take to start and to import what the function needs.
 START_TIMEOUT = 120.0
-#: A result larger than this is refused: it would be held by the driver once a row.
-MAX_RESULT_BYTES = 16 << 20
 #: Answers arrive as events; this is only how often the death of a silent process is looked for.
 _POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class Returned:
-    """The function returned ``value``."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Raised:
-    """The function raised; ``message`` is the last line of the traceback, ``traceback`` all of it."""
-
-    message: str
-    traceback: str = ""
-
-    def __str__(self) -> str:
-        return f"raised {self.message}"
-
-
-@dataclass(frozen=True)
-class TimedOut:
-    """The function did not return in time, and its process was killed."""
-
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"timed out after {self.seconds:g} s"
-
-
-@dataclass(frozen=True)
-class Died:
-    """The process ended inside the call: by ``exit_code``, or by a signal (then it is the negative signal number)."""
-
-    exit_code: int
-
-    def __str__(self) -> str:
-        if self.exit_code >= 0:
-            return f"process exited with code {self.exit_code}"
-        try:
-            return f"process killed by {signal.Signals(-self.exit_code).name}"
-        except ValueError:
-            return f"process killed by signal {-self.exit_code}"
-
-
-Outcome = Returned | Raised | TimedOut | Died
-
-
-def run_here(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Returned | Raised:
-    """Call without isolation: exceptions become :class:`Raised`; nothing bounds the time."""
-    try:
-        return Returned(function(**arguments))
-    except Exception as error:
-        return _raised(error)
-
-
-def _raised(error: BaseException) -> Raised:
-    last = traceback.format_exception_only(error)[-1].strip()
-    return Raised(last[:1000], "".join(traceback.format_exception(error))[-8000:])
-
-
-# -- the parent's side -----------------------------------------------------------------------------------------------
 
 
 class IsolatedWorker:
@@ -127,7 +73,8 @@ class IsolatedWorker:
         self.ready = False
         self.call: int | None = None
         self.deadline = time.monotonic() + START_TIMEOUT
-        self._out = bytearray(_HEADER.pack(len(frame)) + frame)
+        self.open = True
+        self._out = bytearray(to_frame(frame))
         self._in = bytearray()
 
     def send(self, call: int, frame: bytes, timeout: float) -> None:
@@ -135,7 +82,7 @@ class IsolatedWorker:
         assert self.ready and self.call is None and not self._out
         self.call = call
         self.deadline = time.monotonic() + timeout
-        self._out += _HEADER.pack(len(frame)) + frame
+        self._out += to_frame(frame)
         self.write()
 
     @property
@@ -152,17 +99,15 @@ class IsolatedWorker:
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             while chunk := self.socket.recv(1 << 20):
                 self._in += chunk
-        if len(self._in) < _HEADER.size:
-            return None
-        (size,) = _HEADER.unpack_from(self._in)
-        if len(self._in) < _HEADER.size + size:
-            return None
-        frame = bytes(self._in[_HEADER.size : _HEADER.size + size])
-        del self._in[: _HEADER.size + size]
-        return frame
+            self.open = False
+        return take_frame(self._in)
 
     def exit_code(self) -> int | None:
-        """How the process ended; None while it runs. Leaves it unreaped, so that its group's id stays its own."""
+        """How the process ended; None while it runs. Leaves it unreaped, so that its group's id stays its
+        own.
+        """
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return self.process.poll()
         try:
             info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
@@ -188,8 +133,8 @@ class IsolatedPool:
         timeout: seconds a call may take.
         num_workers: processes.
 
-    A worker whose call ran out of time is killed with its process group and started anew when it is needed. The processes
-    end with :meth:`close`, or with the parent, however it dies.
+    A worker whose call ran out of time is killed with its process group and started anew when it is needed.
+    The processes end with :meth:`close`, or with the parent, however it dies.
 
     Raises:
         FlowError: the function cannot be sent to another process, or a process cannot start with it.
@@ -206,13 +151,13 @@ class IsolatedPool:
         self.num_workers = num_workers
         self.name = getattr(function, "__name__", type(function).__name__)
         try:
-            self._function = cloudpickle.dumps(function)
+            self._function = dump_function(function)
         except Exception as error:
             raise FlowError(
                 f"The function {self.name!r} cannot be sent to a process of its own",
                 expected="a function that cloudpickle can pickle, with all that it refers to",
                 received=f"{type(error).__name__}: {error}",
-                do="open what cannot travel (clients, locks, files) inside the function, or set isolate=False",
+                do="open clients, locks and files inside the function, or set isolate=False",
             ) from error
         self._workers: list[IsolatedWorker] = []
         self._lock = threading.Lock()
@@ -247,17 +192,18 @@ class IsolatedPool:
                 self._advance(worker, outcomes)
         return [o for o in outcomes if o is not None]
 
-    def _assign(
-        self, waiting: deque[int], calls: Sequence[Mapping[str, Any]], outcomes: list[Outcome | None]
-    ) -> None:
+    def _assign(self, waiting: deque[int], calls: Sequence[Mapping[str, Any]], outcomes: list[Outcome | None]) -> None:
         """Give ready workers something to do; start as many as there is work for."""
-        for worker in self._workers:
+        for worker in list(self._workers):
             while waiting and worker.ready and worker.call is None:
+                if worker.exit_code() is not None:  # died between calls: no call is to blame
+                    self._kill([worker])
+                    break
                 call = waiting.popleft()
                 try:
                     frame = cloudpickle.dumps(dict(calls[call]))
                 except Exception as error:
-                    outcomes[call] = _raised(error)
+                    outcomes[call] = raised(error)
                     continue
                 worker.send(call, frame, self.timeout)
         starting = sum(not w.ready for w in self._workers)
@@ -271,9 +217,10 @@ class IsolatedPool:
         if not busy:
             return
         until = min(w.deadline for w in busy)
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector:  # with nothing registered, select() only waits
             for worker in busy:
-                selector.register(worker.socket, worker.events, worker)
+                if worker.open:  # a closed one is always readable; its process is about to be found dead
+                    selector.register(worker.socket, worker.events)
             selector.select(max(0.0, min(_POLL_SECONDS, until - time.monotonic())))
 
     def _advance(self, worker: IsolatedWorker, outcomes: list[Outcome | None]) -> None:
@@ -313,7 +260,7 @@ class IsolatedPool:
             f"A process for the function {self.name!r} cannot start",
             expected="a function whose module another Python process can import",
             received=reason,
-            do="make its module importable (on sys.path), define it in the script itself, or set isolate=False",
+            do="put its module on sys.path, define it in the script itself, or set isolate=False",
         )
 
 
@@ -330,99 +277,25 @@ _spawners: dict[int, ThreadPoolExecutor] = {}
 
 
 def _spawner() -> ThreadPoolExecutor:
-    """The thread that starts processes. It lives as long as this process does: the kernel's parent-death signal is sent when
-    the *thread* that started a child ends."""
+    """The thread that starts processes. It lives as long as this process does: the kernel's parent-death
+    signal is sent when the *thread* that started a child ends.
+    """
     if os.getpid() not in _spawners:
         _spawners[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="flowrl-isolation")
     return _spawners[os.getpid()]
 
 
 def _start_process(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    # The child gets our sys.path before it imports anything: a script's folder, a notebook's, a test runner's.
+    # The child gets our sys.path before it imports anything: a script's folder, a notebook's.
     code = (
         "import json, sys; args = json.loads(sys.argv[1]); sys.path[:] = args['path'];"
-        "from flowrl.runtime.isolation import child_main; child_main(args['fd'], args['parent'])"
+        "from flowrl.runtime.isolated_child import child_main; child_main(args['fd'], args['parent'])"
     )
     arguments = {"path": [p or os.getcwd() for p in sys.path], "fd": theirs.fileno(), "parent": os.getpid()}
     return subprocess.Popen(
         [sys.executable, "-c", code, json.dumps(arguments)],
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
-        # Its own session: Ctrl-C in the terminal reaches the parent alone, and one signal ends the whole group.
+        # Its own session: Ctrl-C reaches the parent alone, and one signal ends the whole group.
         start_new_session=True,
     )
-
-
-# -- the child's side ------------------------------------------------------------------------------------------------
-
-
-def child_main(fd: int, parent: int) -> None:
-    """Read a function, then calls; answer each. Ends when the parent closes the socket or dies."""
-    _die_with(parent)
-    channel = socket.socket(fileno=fd)
-    # A fork or a subprocess of the function must not hold the channel open.
-    channel.set_inheritable(False)
-    try:
-        function = cloudpickle.loads(_receive(channel))
-    except EOFError:
-        return
-    except BaseException as error:
-        _answer(channel, _raised(error))
-        return
-    _answer(channel, Returned(None))
-    while True:
-        try:
-            frame = _receive(channel)
-        except (EOFError, OSError):
-            return
-        try:
-            outcome: Outcome = Returned(function(**cloudpickle.loads(frame)))
-        except BaseException as error:  # sys.exit() in a reward function is a failure of the row, like any other
-            outcome = _raised(error)
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        _answer(channel, outcome)
-
-
-def _answer(channel: socket.socket, outcome: Outcome) -> None:
-    try:
-        frame = cloudpickle.dumps(outcome)
-    except BaseException as error:
-        frame = cloudpickle.dumps(Raised(f"the result cannot be sent: {type(error).__name__}: {error}"[:1000]))
-    if len(frame) > MAX_RESULT_BYTES:
-        frame = cloudpickle.dumps(Raised(f"the result is too large: {len(frame)} bytes, at most {MAX_RESULT_BYTES}"))
-    channel.sendall(_HEADER.pack(len(frame)) + frame)
-
-
-def _receive(channel: socket.socket) -> bytes:
-    (size,) = _HEADER.unpack(_receive_exactly(channel, _HEADER.size))
-    return _receive_exactly(channel, size)
-
-
-def _receive_exactly(channel: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = channel.recv(min(1 << 20, size - len(data)))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return bytes(data)
-
-
-def _die_with(parent: int) -> None:
-    """End this process when the parent ends: by the kernel's signal where there is one (it works even while C code holds the
-    interpreter), and by a thread that watches for being adopted."""
-    if sys.platform == "linux":
-        import ctypes
-
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="flowrl-parent-watch", daemon=True).start()

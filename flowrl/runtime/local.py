@@ -263,10 +263,19 @@ class LocalRuntime:
         progress = ckpt.Progress(
             state.step,
             dict(state.cursors),
-            {"nonfinite_in_a_row": state.nonfinite_in_a_row, "best_value": state.best_value, "best_step": state.best_step},
+            {
+                "nonfinite_in_a_row": state.nonfinite_in_a_row,
+                "best_value": state.best_value,
+                "best_step": state.best_step,
+            },
         )
         return ckpt.save_checkpoint(
-            folder, progress=progress, identity=self.identity, models=self.changing, states=self.states, bindings=self.bindings
+            folder,
+            progress=progress,
+            identity=self.identity,
+            models=self.changing,
+            states=self.states,
+            bindings=self.bindings,
         )
 
     def restore(self, path: Path) -> None:

@@ -132,9 +132,7 @@ class MetricsLog:
         for name in names:
             values = [row.get(name) for row in rows]
             if any(isinstance(v, str) for v in values):
-                columns[name] = pa.array(
-                    [None if v is None else clean_utf8(str(v)) for v in values], pa.string()
-                )
+                columns[name] = pa.array([None if v is None else clean_utf8(str(v)) for v in values], pa.string())
             else:
                 columns[name] = pa.array(values, pa.float64(), from_pandas=False)
         return pa.table({clean_utf8(n): c for n, c in columns.items()})

@@ -12,6 +12,7 @@ from flowrl.runtime import checkpoint as ckpt
 from flowrl.runtime.interpreter import Iteration, run_iteration
 from flowrl.runtime.local import LocalRuntime
 from flowrl.runtime.metrics import read_metrics
+from flowrl.runtime.saved_run import load_run
 from flowrl.runtime.step_metrics import step_metrics
 
 
@@ -64,8 +65,6 @@ def replay_step(folder: Path, step: int) -> Replay:
     Raises:
         RunFolderError: the folder is not a run, or the step was not run.
     """
-    from flowrl.run import load_run
-
     local = load_run(folder)
     table = read_metrics(folder)
     recorded = next((row for row in table.to_pylist() if row["step"] == step), None)
@@ -80,7 +79,9 @@ def replay_step(folder: Path, step: int) -> Replay:
     with context.use_bindings(local.bindings):
         try:
             while True:
-                done = run_iteration(local.program, draw=local.draw, seed=local.settings.seed, iteration=local.state.step)
+                done = run_iteration(
+                    local.program, draw=local.draw, seed=local.settings.seed, iteration=local.state.step
+                )
                 local.state.step += 1
                 if local.state.step == step:
                     break

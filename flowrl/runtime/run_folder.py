@@ -66,7 +66,9 @@ class RunFolder:
                 raise RunFolderError(
                     f"There is no run to resume in {self.path}",
                     expected=f"a run folder with {self.manifest.name}",
-                    received="no such folder" if not self.path.exists() else sorted(p.name for p in self.path.iterdir())[:8],
+                    received="no such folder"
+                    if not self.path.exists()
+                    else sorted(p.name for p in self.path.iterdir())[:8],
                     do="leave --resume out to start a new run there",
                 )
         elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -98,7 +100,9 @@ class RunFolder:
         try:
             return json.loads(self.manifest.read_text())
         except FileNotFoundError:
-            raise RunFolderError(f"{self.path} is not a run folder", expected=self.manifest.name, received="no such file") from None
+            raise RunFolderError(
+                f"{self.path} is not a run folder", expected=self.manifest.name, received="no such file"
+            ) from None
         except ValueError as error:
             raise RunFolderError(f"{self.manifest} is damaged", received=error) from None
 

@@ -1,7 +1,7 @@
 """Where the edges of a drawn flow go, once its boxes have layers and an x: gaps between layers, ports, lanes.
 
-Data edges run down as curves. Weight edges run against them: out of the writer's side, along a lane beside all boxes,
-and into the reader's side, or where other boxes are in the way, along a track in the gap above the reader.
+Data edges run down as curves. Weight edges run against them: out of the writer's side, along a lane beside
+all boxes, and into the reader's side; where boxes are in the way, along a track in the gap above the reader.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flowrl.layout import Item, Layout
-
-Point = tuple[float, float]
+from flowrl.drawing.layout import Item, Layout
+from flowrl.drawing.svg import Point, text_width
 
 STEM = 26.0  # below a box: the label of what leaves it
-CURVE = 46.0  # where curves go from one x to another
+CURVE = 38.0  # where curves go from one x to another
 TRACK = 16.0  # one track of weight edges
 EDGE = 16.0  # above a box: arrow heads
 LANE = 14.0  # between lanes
-SIDE = 18.0  # from a box to the turn into its side, less than the gap between boxes
+SIDE = 12.0  # from a box to the turn into its side, less than the gap between boxes
 SIDE_STEP = 15.0  # between the ports on one side
 
 
@@ -59,22 +58,18 @@ class Routes:
         return (self.top[item.layer] + self.bottom[item.layer]) / 2
 
 
-def route(layout: Layout, weights: Sequence[WeightLine], label_width: float) -> Routes:
-    """Place layers and weight lines.
-
-    Args:
-        label_width: room beside the boxes for the widest label of a weight line.
-    """
-    return _Router(layout, weights, label_width).routes
+def route(layout: Layout, weights: Sequence[WeightLine]) -> Routes:
+    """Place layers and weight lines."""
+    return _Router(layout, weights).routes
 
 
 class _Router:
-    def __init__(self, layout: Layout, weights: Sequence[WeightLine], label_width: float) -> None:
+    def __init__(self, layout: Layout, weights: Sequence[WeightLine]) -> None:
         self.layout = layout
         self.weights = weights
-        self.label_width = label_width
         self.routes = Routes()
         self.sides = self._choose_sides()
+        self.room = self._label_room()
         self.ports = self._count_ports()
         self.tracks = self._count_tracks()
         self._place_layers()
@@ -88,8 +83,7 @@ class _Router:
         return self._box(line.reader).layer == self._box(line.writer).layer + 1
 
     def _choose_sides(self) -> dict[tuple[str, str], int]:
-        """-1 (left) or 1 (right) for each lane: the side where its boxes lie further out; ties go right, and a second
-        lane to the emptier side."""
+        """-1 (left) or 1 (right) for each lane: where fewer boxes are in its way, or else fewer lanes."""
         ends: dict[tuple[str, str], list[str]] = {}
         for line in self.weights:
             if not self._is_direct(line):
@@ -100,6 +94,15 @@ class _Router:
             used = {s: list(sides.values()).count(s) for s in (1, -1)}
             sides[lane] = min((1, -1), key=lambda s: (blocked[s], used[s]))
         return sides
+
+    def _label_room(self) -> dict[int, float]:
+        """By side, the room beside the boxes that the widest label needs."""
+        room = {-1: 0.0, 1: 0.0}
+        for line in self.weights:
+            side = self.sides.get((line.writer, line.model))
+            if side is not None:
+                room[side] = max(room[side], text_width(line.text, 11))
+        return room
 
     def _is_outermost(self, box: Item, side: int) -> bool:
         others = [i for i in self.layout.layers[box.layer] if i.label is not None and i is not box]
@@ -165,9 +168,8 @@ class _Router:
             if (side, y, line.text) not in labelled:
                 labelled.add((side, y, line.text))
                 edge = self.layout.width if side > 0 else 0.0
-                self.routes.labels.append(
-                    (edge + side * (self.label_width / 2 + 12), y, line.text, line.model)
-                )
+                middle = edge + side * (self.room[side] / 2 + 14)
+                self.routes.labels.append((middle, y, line.text, line.model))
 
     def _place_direct(self, line: WeightLine) -> None:
         writer, reader = self._box(line.writer), self._box(line.reader)
@@ -189,7 +191,7 @@ class _Router:
             lanes = sorted((lane for lane in self.sides if self.sides[lane] == side), key=reach)
             start = self.layout.width if side > 0 else 0.0
             for index, lane in enumerate(lanes):
-                positions[lane] = start + side * (self.label_width + 24 + index * LANE)
+                positions[lane] = start + side * (self.room[side] + 28 + index * LANE)
         return positions
 
     def _approach(self, label: str, way: str, lane: tuple[str, str]) -> list[Point]:

@@ -1,16 +1,16 @@
 """Where the boxes of a drawn flow go: a small layered layout (Sugiyama, Tagawa & Toda 1981), pure Python.
 
-Layers run from top to bottom along the longest paths of data edges. An edge that skips layers gets a bend point
-in each of them, so that it bends around boxes; edges that leave one box with one label share their bend points, as
-a bundle. Within a layer, barycentre sweeps reduce crossings; then isotonic regression gives each item the x nearest
-to its neighbours' that keeps the order and the distances.
+Layers run from top to bottom along the longest paths of data edges. An edge that skips layers gets a bend
+point in each of them, so that it bends around boxes; edges that leave one box with one label share their
+bend points, as a bundle. Within a layer, barycentre sweeps reduce crossings; then isotonic regression gives
+each item the x nearest to its neighbours' that keeps the order and the distances.
 
 Everything is decided by the order in which boxes and edges are given: equal input, equal layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -63,8 +63,8 @@ def lay_out(
     lines: Sequence[Line],
     hints: Sequence[tuple[str, str]] = (),
     *,
-    gap: float = 40.0,
-    bend_gap: float = 18.0,
+    gap: float = 46.0,
+    bend_gap: float = 24.0,
 ) -> Layout:
     """Place boxes of the given (width, height).
 
@@ -80,6 +80,10 @@ def lay_out(
     for item in boxes.values():
         layers[item.layer].append(item)
     ways = [_make_way(line, boxes, layers) for line in lines]
+    for above, below in hints:
+        if not boxes[below].above and boxes[below].layer == boxes[above].layer + 1:
+            boxes[above].below.append(boxes[below])
+            boxes[below].above.append(boxes[above])
     _reduce_crossings(layers)
     width = _assign_x(layers, gap, bend_gap)
     return Layout(layers, boxes, ways, width)
@@ -88,10 +92,9 @@ def lay_out(
 # -- layers --------------------------------------------------------------------------------------------------
 
 
-def _assign_layers(
-    names: list[str], lines: Sequence[Line], hints: Sequence[tuple[str, str]]
-) -> dict[str, int]:
-    """Longest path from the top; a box without a predecessor then sinks to just above its first reader."""
+def _assign_layers(names: list[str], lines: Sequence[Line], hints: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Longest path from the top. Then a source sinks to just above its first reader, and so does what hangs
+    on such sources alone."""
     after: dict[str, list[str]] = {n: [] for n in names}
     for line in lines:
         if line.source != line.target and line.target not in after[line.source]:
@@ -103,15 +106,15 @@ def _assign_layers(
     order = _topological(names, after)
     place = {n: i for i, n in enumerate(order)}
     layer = dict.fromkeys(names, 0)
-    has_above: set[str] = set()
+    sinks = dict.fromkeys(names, True)
     for name in order:
         for target in after[name]:
             if place[target] > place[name]:
                 layer[target] = max(layer[target], layer[name] + 1)
-                has_above.add(target)
+                sinks[target] &= sinks[name] and len(after[name]) == 1
     for name in reversed(order):
         readers = [layer[t] for t in after[name] if place[t] > place[name]]
-        if readers and name not in has_above:
+        if readers and sinks[name]:
             layer[name] = min(readers) - 1
     return layer
 
@@ -257,6 +260,7 @@ def _assign_x(layers: list[list[Item]], gap: float, bend_gap: float) -> float:
             placed = _isotonic([w - s for w, s in zip(wanted, steps, strict=True)], weights)
             for item, x, step in zip(layer, placed, steps, strict=True):
                 item.x = x + step
+    _straighten(layers, apart)
     items = [item for layer in layers for item in layer]
     left = min((i.x - i.width / 2 for i in items), default=0.0)
     for item in items:
@@ -264,13 +268,33 @@ def _assign_x(layers: list[list[Item]], gap: float, bend_gap: float) -> float:
     return max((i.x + i.width / 2 for i in items), default=0.0)
 
 
+def _straighten(layers: list[list[Item]], apart: Callable[[Item, Item], float]) -> None:
+    """Remove small jogs: two items that have only each other, or two bends, get one x where there is room for it."""
+    place = {id(item): i for layer in layers for i, item in enumerate(layer)}
+
+    def has_room(item: Item, x: float) -> bool:
+        layer, i = layers[item.layer], place[id(item)]
+        right_of_left = i == 0 or x - layer[i - 1].x >= apart(layer[i - 1], item) - 1e-6
+        return right_of_left and (i == len(layer) - 1 or layer[i + 1].x - x >= apart(item, layer[i + 1]) - 1e-6)
+
+    for layer in layers:
+        for lower in layer:
+            for upper in lower.above:
+                bends = upper.label is None and lower.label is None
+                if bends or (len(upper.below) == 1 and len(lower.above) == 1):
+                    if has_room(lower, upper.x):
+                        lower.x = upper.x
+                    elif has_room(upper, lower.x) and (bends or abs(upper.x - lower.x) <= 16):
+                        upper.x = lower.x
+
+
 def _pull(item: Item, neighbour: Item) -> float:
     """Lines between two bend points are kept straight first."""
-    return 1.0 + 2.0 * ((item.label is None) + (neighbour.label is None))
+    return (1.0, 2.0, 8.0)[(item.label is None) + (neighbour.label is None)]
 
 
 def _isotonic(values: list[float], weights: list[float]) -> list[float]:
-    """The non-decreasing sequence nearest to ``values`` by weighted least squares (pool adjacent violators)."""
+    """The non-decreasing sequence nearest to ``values``, by weighted squares (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
         count = 1

@@ -1,0 +1,1 @@
+"""How flows are drawn; :mod:`flowrl.display` is the way in."""

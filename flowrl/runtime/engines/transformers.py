@@ -1,0 +1,406 @@
+"""The transformers engine: any HuggingFace causal language model, on CPU and CUDA, as it is.
+
+It samples with its own loop over a key-value cache, and scores and trains on packed rows without padding. What is particular
+to one of these lives in a file of its own:
+
+========================= =============================================================================
+transformers_loading      names, folders, live objects, GGUF files
+transformers_network      what of a model can be done the quick way, and doing it
+transformers_attention    attention over packed rows
+transformers_head         log-probs from hidden states, a slice at a time
+transformers_layout       micro-batches and packing
+transformers_sampling     generation
+transformers_training     one optimiser step
+transformers_state        weights, checkpoints, export
+========================= =============================================================================
+
+The module is always in eval mode, in training too: dropout would make the ratio of two passes over the same rows noise.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.batches import LogprobOrigin, Sequences
+from flowrl.errors import DataError, ModelError, UnsupportedError
+from flowrl.models import AnyModel, DerivedModel, Model
+from flowrl.ragged import Ragged
+from flowrl.runtime.engines import transformers_state as state
+from flowrl.runtime.engines.base import EngineOptions, Generated, StepResult, TokenScores
+from flowrl.runtime.engines.transformers_layout import check_lengths, micro_batch_rows, padded_layout
+from flowrl.runtime.engines.transformers_loading import load_module, load_tokenizer, load_value_head
+from flowrl.runtime.engines.transformers_network import Network
+from flowrl.runtime.engines.transformers_sampling import generate
+from flowrl.runtime.engines.transformers_training import train_step
+
+if TYPE_CHECKING:
+    from flowrl.nodes.loss import TermRows
+    from flowrl.nodes.rollout import Sampling
+    from flowrl.nodes.updater import AdamW
+
+logger = logging.getLogger("flowrl")
+
+#: The value head of a ValueModel, which has only this one.
+OWN_HEAD = "value"
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What one micro-batch gives, float32 ``[num_tokens]`` each, on the CPU, with gradient where one is wanted."""
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+    values: dict[str, Tensor]
+
+
+class TransformersEngine:
+    """See :class:`flowrl.runtime.engines.base.Engine`.
+
+    Args:
+        model: the Model that it holds: itself, or one derived from ``settings``.
+        settings: the Model whose dtype, autocast, tokenizer and source count.
+        module: the network; trained in place.
+    """
+
+    def __init__(self, model: AnyModel, settings: Model, module: nn.Module, options: EngineOptions) -> None:
+        self.model = model
+        self.settings = settings
+        self.options = options
+        self.micro_batch_tokens = options.micro_batch_tokens
+        self.policy_version = 0
+        self.optimizer_steps = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.heads: dict[str, nn.Linear] = {}
+        self.restored = False
+        autocast = None if settings.autocast is None else getattr(torch, settings.autocast)
+        self.network = Network(module, autocast=autocast, name=model.name)
+        self._tokenizer: Any = None
+        if autocast is not None and self.network.device.type == "cpu" and not _cpu_multiplies(autocast):
+            logger.warning(
+                "%s: this CPU has no instructions for %s: autocast is several times slower than float32",
+                model.name,
+                settings.autocast,
+            )
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, model: Model, options: EngineOptions) -> TransformersEngine:
+        """Load a Model.
+
+        Raises:
+            ModelError: see :func:`flowrl.runtime.engines.transformers_loading.load_module`.
+        """
+        module: Any = load_module(model)
+        module.to(_device(model, options))
+        if not model.trainable:
+            module.requires_grad_(False)
+        engine = cls(model, model, module, options)
+        if model.kind == "value":
+            engine.add_value_head(OWN_HEAD)
+        return engine
+
+    def copy(self, model: DerivedModel) -> TransformersEngine:
+        """An engine of its own for a derived Model, with these weights, not trained."""
+        with torch.no_grad():
+            module = copy.deepcopy(self.network.module)
+        module.requires_grad_(False)
+        module.zero_grad(set_to_none=True)
+        other = TransformersEngine(model, self.settings, module, self.options)
+        other.policy_version = self.policy_version
+        other._tokenizer = self._tokenizer
+        if self.settings.kind == "value":
+            other.add_value_head(OWN_HEAD)
+            other.heads[OWN_HEAD].load_state_dict(self.heads[OWN_HEAD].state_dict())
+            other.heads[OWN_HEAD].requires_grad_(False)
+        return other
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether the weights are still those of step 0."""
+        return self.policy_version == 0 and self.optimizer_steps == 0 and not self.restored
+
+    # -- text -------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The live tokenizer, loaded at first use.
+
+        Raises:
+            ModelError: there is none.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.settings)
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        try:
+            return self.tokenizer is not None
+        except ModelError:
+            return False
+
+    def encode(self, messages: Sequence[Any]) -> Ragged:
+        """See the protocol.
+
+        Raises:
+            DataError: a row that is neither a text nor chat messages.
+            ModelError: chat messages for a tokenizer without a chat template.
+        """
+        return Ragged.from_rows([self._encode(row, m) for row, m in enumerate(messages)], torch.int64)
+
+    def _encode(self, row: int, message: Any) -> list[int]:
+        tokenizer = self.tokenizer
+        if isinstance(message, str):
+            return list(tokenizer(message)["input_ids"])
+        chat = isinstance(message, list | tuple) and all(isinstance(m, Mapping) and "role" in m for m in message)
+        if not chat or not message:
+            raise DataError(
+                f"The prompt of row {row} cannot be read",
+                expected="a text, or a list of {'role', 'content'} messages",
+                received=repr(message)[:200],
+            )
+        if not getattr(tokenizer, "chat_template", None):
+            raise ModelError(
+                f"{self.model!r} has no chat template, and the prompt of row {row} is a list of chat messages",
+                expected="a tokenizer with a chat template (usually an -Instruct model), or a text",
+                received=type(tokenizer).__name__,
+                do="take an instruction-tuned model, set tokenizer.chat_template, or write prompts as text",
+            )
+        encoded = tokenizer.apply_chat_template(
+            list(message), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+
+    def decode(self, tokens: Ragged) -> tuple[str, ...]:
+        return tuple(self.tokenizer.decode(row, skip_special_tokens=True) for row in tokens.to_lists())
+
+    def stop_token_ids(self, sampling: Sampling) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        if sampling.stop_token_ids:
+            return sampling.stop_token_ids
+        module: Any = self.network.module
+        found: set[int] = set()
+        for holder in (getattr(module, "generation_config", None), module.config.get_text_config()):
+            ids = getattr(holder, "eos_token_id", None)
+            found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
+        if self.has_tokenizer and self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
+        return tuple(sorted(found))
+
+    # -- sampling and scoring ---------------------------------------------------------------------------------------
+
+    @property
+    def max_length(self) -> int | None:
+        return self.network.max_length
+
+    def origin(self, sampling: Sampling | None = None, temperature: float = 1.0) -> LogprobOrigin:
+        cut: dict[str, Any] = {} if sampling is None else {n: getattr(sampling, n) for n in ("top_p", "top_k", "min_p")}
+        return LogprobOrigin(
+            model=self.model.name,
+            policy_version=self.policy_version,
+            engine="transformers",
+            dtype=self.settings.autocast or self.settings.dtype,
+            temperature=temperature if sampling is None else sampling.temperature,
+            **cut,
+        )
+
+    def generate(self, prompts: Ragged, keys: Sequence[int], sampling: Sampling) -> Generated:
+        if self.network.head is None:
+            raise UnsupportedError(f"{self.model!r} has no language model head to sample from", expected="a policy")
+        return generate(self.network, prompts, keys, sampling, self.stop_token_ids(sampling))
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequences, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+        parts = [
+            self.forward(sequences.select(rows), temperature=temperature or 1.0, entropy=entropy)
+            for rows in self._micro_batches(sequences)
+        ]
+        layout = sequences.response_tokens
+        logprobs = _join([p.logprobs for p in parts])
+        entropies = layout.with_values(_join([p.entropy for p in parts])) if entropy else None
+        return TokenScores(layout.with_values(logprobs), entropies)
+
+    @torch.no_grad()
+    def values(self, sequences: Sequences, head: str | None = None) -> Ragged:
+        name = self._head_name(head)
+        parts = [
+            self.forward(sequences.select(rows), heads=(name,)).values[name]
+            for rows in self._micro_batches(sequences)
+        ]
+        return sequences.response_tokens.with_values(_join(parts))
+
+    @torch.no_grad()
+    def score(self, sequences: Sequences) -> Tensor:
+        if self.settings.kind != "reward":
+            raise UnsupportedError(f"{self.model!r} scores no sequences", expected="a RewardModel")
+        scores = [self._score(sequences.select(rows)) for rows in self._micro_batches(sequences)]
+        return torch.cat(scores) if scores else torch.zeros(0)
+
+    def _score(self, sequences: Sequences) -> Tensor:
+        """float32 ``[num_rows]`` of one micro-batch."""
+        network = self.network
+        head = getattr(network.module, "score", None)
+        with network.compute():
+            if isinstance(head, nn.Linear):  # at the last token by length: padding may look like any token
+                layout = network.layout(sequences)
+                logits = head(network.hidden(layout)[layout.last])
+            else:
+                layout = padded_layout(sequences, network.device)
+                logits = network.module(input_ids=layout.input_ids, attention_mask=layout.attention_mask).logits
+        return logits.float().reshape(sequences.num_rows, -1)[:, 0].cpu()
+
+    def _micro_batches(self, sequences: Sequences) -> list[Tensor]:
+        check_lengths(sequences, self.max_length)
+        return [torch.tensor(rows) for rows in micro_batch_rows(sequences, self.micro_batch_tokens)]
+
+    def forward(
+        self,
+        sequences: Sequences,
+        *,
+        temperature: float | None = None,
+        entropy: bool = False,
+        heads: Sequence[str] = (),
+    ) -> Forward:
+        """One micro-batch, with gradient where torch's grad mode is on.
+
+        Args:
+            temperature: of the log-probs; None leaves them out.
+            heads: value heads to read; "" is a ValueModel's own.
+        """
+        network = self.network
+        layout = network.layout(sequences)
+        logprobs = entropies = None
+        values: dict[str, Tensor] = {}
+        with network.compute():
+            reads_hidden = bool(heads) or (temperature is not None and network.computes_logits_here)
+            hidden = network.hidden(layout) if reads_hidden else None
+            if temperature is not None:
+                logprobs, entropies = network.logprobs(layout, hidden, temperature=temperature, entropy=entropy)
+        if heads:
+            assert hidden is not None
+            predicting = hidden[layout.predictors].float()
+            values = {name: self.heads[self._head_name(name)](predicting)[:, 0].cpu() for name in heads}
+        return Forward(
+            None if logprobs is None else logprobs.cpu(), None if entropies is None else entropies.cpu(), values
+        )
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, terms: Sequence[TermRows], optimizer: AdamW, *, max_grad_norm: float | None
+    ) -> StepResult:
+        if not self.trained_parameters():
+            raise ModelError(
+                f"{self.model!r} is not trainable",
+                expected="a Model with trainable=True",
+                received="an optimiser step",
+                do="train the Model that it was made from",
+            )
+        return train_step(self, terms, optimizer, max_grad_norm=max_grad_norm)
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that an optimiser step changes, by name, value heads included."""
+        return [(n, p) for n, p in state.live_tensors(self).items() if isinstance(p, nn.Parameter) and p.requires_grad]
+
+    def torch_optimizer(self, settings: AdamW) -> torch.optim.Optimizer:
+        """The optimiser, made at the first step, with these settings and all parameters that are trained now."""
+        parameters = [p for _, p in self.trained_parameters()]
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(parameters, fused=self.network.device.type in ("cpu", "cuda"))
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if new := [p for p in parameters if id(p) not in known]:  # a head that came later
+            self.optimizer.add_param_group({"params": new})
+        for group in self.optimizer.param_groups:
+            group.update(betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        return self.optimizer
+
+    def complete_version(self) -> None:
+        self.policy_version += 1
+
+    def add_value_head(self, name: str) -> None:
+        """Put a value head of zeros on the trunk, trained with it; nothing happens where it is there already."""
+        if name in self.heads:
+            return
+        head = nn.Linear(self.network.hidden_size, 1, device=self.network.device, dtype=torch.float32)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        head.requires_grad_(self.settings is self.model and self.settings.trainable)
+        load_value_head(self.settings, name, head)
+        self.heads[name] = head
+
+    def _head_name(self, head: str | None) -> str:
+        name = head or (OWN_HEAD if self.settings.kind == "value" else "")
+        if name not in self.heads:
+            raise ModelError(
+                f"{self.model!r} has no value head {name!r}",
+                expected="a ValueModel, or a ValueHead on this Model",
+                received=f"heads {sorted(self.heads)}",
+                do="use ValueHead(model) in the flow, or a ValueModel",
+            )
+        return name
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return state.weights(self)
+
+    def load_weights(self, weights: Mapping[str, Tensor], *, policy_version: int) -> None:
+        state.load_weights(self, weights)
+        self.policy_version = policy_version
+        self.restored = True
+
+    @torch.no_grad()
+    def average(self, base: TransformersEngine, decay: float) -> None:
+        """``self = decay * self + (1 - decay) * base``; buffers that are no floats are copied."""
+        theirs = state.live_tensors(base)
+        for name, mine in state.live_tensors(self).items():
+            if mine.is_floating_point():
+                mine.lerp_(theirs[name].to(mine), 1 - decay)
+            else:
+                mine.copy_(theirs[name])
+        self.policy_version = base.policy_version
+
+    def save(self, folder: Path) -> None:
+        state.save(self, folder)
+
+    def load(self, folder: Path) -> None:
+        state.load(self, folder)
+        self.restored = True
+
+    def export(self, folder: Path) -> None:
+        state.export(self, folder)
+
+    def close(self) -> None:
+        """Free the weights. A live model stays its owner's."""
+        self.optimizer = None
+        self.heads = {}
+        del self.network
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _join(parts: Sequence[Tensor | None]) -> Tensor:
+    return torch.cat([p for p in parts if p is not None]) if parts else torch.zeros(0)
+
+
+def _device(model: Model, options: EngineOptions) -> torch.device:
+    named = model.device or options.device
+    return torch.device(named or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for matrix products of half precision. Only asked of x86."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("amx_bf16") or found.get("avx512_bf16")) if dtype == torch.bfloat16 else bool(found.get("amx_fp16"))

@@ -1,0 +1,61 @@
+"""Law 4: N steps ≡ k steps, kill, resume, N−k steps, bit for bit, wherever the kill falls."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.runtime.metrics import read_metrics
+from tests.laws.resume_scenarios import NUM_STEPS, SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+
+#: Forty short runs, two at a time; this machine's speed varies.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="session")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("resume")
+    command = [sys.executable, "-m", "tests.laws.resume_scenarios", str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+def comparable(folder: Path) -> list[dict[str, Any]]:
+    """Every metric of every step, times aside."""
+    rows = read_metrics(folder).to_pylist()
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"} for row in rows
+    ]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The exported weights, byte for byte."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted((folder / "export").rglob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_and_resumed_equals_undisturbed(name: str, scenarios: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = scenarios
+    out = folder / name.replace(" ", "_").replace(",", "")
+    log = out.with_suffix(".log").read_text()
+    assert results["reference"]["exit"] == 0, (folder / "reference.log").read_text()
+    assert results[name]["killed"] == -signal.SIGKILL, log
+    assert results[name]["resumed"] == 0, log
+    reference = comparable(folder / "reference")
+    assert [row["step"] for row in reference] == list(range(1, NUM_STEPS + 1))
+    assert comparable(out) == reference
+    assert weights(out) == weights(folder / "reference")
+    assert len(weights(out)) >= 2  # actor and critic
+    leftovers = [p.name for p in (out / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert leftovers == []
