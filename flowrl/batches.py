@@ -2,8 +2,8 @@
 
 Rows carry ids: ``prompt_id`` is minted by the source, one per draw, and ``sample_id`` is the index of a sample among
 those of its prompt. A node's inputs are aligned by these ids, never by position. Units are in the types: a
-:class:`Prompts` has a row per prompt, a :class:`Sequences` a row per sample, and a :class:`Ragged` inside has a value per
-token.
+:class:`Prompts` has a row per prompt, a :class:`Sequences` a row per sample, and a :class:`Ragged` inside has a value
+per token.
 
 **Response layout**: per-token columns (``rollout_logprobs``, ``values``, ``advantages``, …) have one value for every
 token after the prompt, observations included. ``loss_mask`` says which of them the policy produced. Masks come from
@@ -13,34 +13,41 @@ spans and lengths, never from scanning token values.
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from flowrl.errors import AlignmentError, BatchError, RefUseError, UnknownFieldError, nearest
-from flowrl.ragged import (
-    Ragged,
-    column_from_arrow,
-    column_rows,
-    column_to_arrow,
-    columns_equal,
-    concat_rows,
-    is_column,
-    select_rows,
-)
+from flowrl.alignment import align
+from flowrl.columns import Batch, check_lengths, nested
+from flowrl.errors import BatchError
+from flowrl.ragged import Ragged
+from flowrl.spans import SpanKind, Spans
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from torch import Tensor
 
+__all__ = [
+    "Advantages",
+    "Batch",
+    "Demonstrations",
+    "FinishReason",
+    "LogprobOrigin",
+    "OldLogprobs",
+    "Preferences",
+    "Prompts",
+    "RefLogprobs",
+    "Rewards",
+    "Rollouts",
+    "Sequences",
+    "SpanKind",
+    "Spans",
+    "TrainStats",
+    "Values",
+    "align",
+]
 
-class SpanKind(enum.IntEnum):
-    """Who wrote a span of tokens."""
-
-    PROMPT = 0
-    POLICY = 1
-    OBSERVATION = 2
+_PROMPT_IDS: Mapping[str, str] = {"prompt_id": "int64"}
+_IDS: Mapping[str, str] = {"prompt_id": "int64", "sample_id": "int64"}
 
 
 class FinishReason(enum.IntEnum):
@@ -51,169 +58,7 @@ class FinishReason(enum.IntEnum):
     ABORTED = 2
 
 
-class _Columns:
-    """Row operations shared by batches and by nested groups of columns."""
-
-    column_fields: ClassVar[bool] = True
-
-    @property
-    def num_rows(self) -> int:
-        for f in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
-            rows = column_rows(value) if is_column(value) else None
-            if rows is not None:
-                return rows
-        return 0
-
-    def select(self, index: Tensor | Sequence[int]) -> Self:
-        """The rows of int64 ``index`` ``[k]``, in its order."""
-        import torch
-
-        index = torch.as_tensor(index, dtype=torch.int64)
-        return type(self)(
-            **{f.name: select_rows(getattr(self, f.name), index) for f in fields(self)}  # type: ignore[arg-type]
-        )
-
-    @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, in order.
-
-        Raises:
-            BatchError: no parts, or parts that differ in what belongs to a batch as a whole.
-        """
-        if not parts:
-            raise BatchError(f"{cls.__name__}.concat needs parts", expected="at least one", received="none")
-        return cls(
-            **{
-                f.name: concat_rows([getattr(p, f.name) for p in parts], f"{cls.__name__}.{f.name}")
-                for f in fields(cls)  # type: ignore[arg-type]
-            }
-        )
-
-    def _check_rows(self) -> None:
-        expected: tuple[str, int] | None = None
-        for f in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
-            columns = value.items() if isinstance(value, dict) else [("", value)]
-            for key, column in columns:
-                if not is_column(column):
-                    continue
-                name = f"{f.name}[{key!r}]" if key else f.name
-                rows = column_rows(column)
-                if expected is None and rows is not None:
-                    expected = (name, rows)
-                elif expected is not None and rows is not None and rows != expected[1]:
-                    raise BatchError(
-                        f"{type(self).__name__}.{name} has the wrong number of rows",
-                        expected=f"{expected[1]}, as {expected[0]} has",
-                        received=rows,
-                    )
-
-
-@dataclass(frozen=True, eq=False)
-class Batch(_Columns):
-    """The base of everything an edge carries. While a flow is built, a ``Ref`` stands in for it.
-
-    A batch is a value: it has no truth value, is not iterable, and knows its rows through ``num_rows``.
-    """
-
-    #: What a row is: "prompts", "samples", "pairs", or "step" for a result without rows.
-    unit: ClassVar[str] = "samples"
-
-    def __post_init__(self) -> None:
-        self._check_rows()
-
-    @property
-    def row_ids(self) -> Tensor | None:
-        """int64 ``[num_rows, 1 or 2]``: what aligns rows; None for a batch without rows."""
-        import torch
-
-        columns = [getattr(self, name) for name in ("prompt_id", "sample_id") if hasattr(self, name)]
-        return torch.stack(columns, dim=1) if columns else None
-
-    # Typed so that an editor marks `if batch:` and `for row in batch:` red, for a Ref and for data alike.
-    __iter__: ClassVar[None] = None
-
-    def __bool__(self) -> NoReturn:
-        raise TypeError(f"A {type(self).__name__} has no truth value; ask for num_rows.")
-
-    def __eq__(self, other: object) -> bool:
-        """Bit for bit equality of all columns."""
-        return columns_equal(self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.num_rows} {self.unit})"
-
-    # -- Arrow ----------------------------------------------------------------------------------------------------
-
-    def to_arrow(self) -> pa.Table:
-        """A table over the same memory; nested columns get dotted names, the rest travels as schema metadata."""
-        import pyarrow as pa
-
-        columns: dict[str, pa.Array] = {}
-        whole: dict[str, Any] = {}
-        for name, value in _flatten(self, ""):
-            if is_column(value):
-                columns[name] = column_to_arrow(value)
-            else:
-                whole[name] = asdict(value) if isinstance(value, LogprobOrigin) else value
-        metadata = {"flowrl": json.dumps({"type": type(self).__name__, "whole": whole})}
-        table = pa.table(columns) if columns else pa.table({"_": pa.array([], pa.int8())})
-        return table.replace_schema_metadata(metadata)
-
-    @classmethod
-    def from_arrow(cls, table: pa.Table) -> Self:
-        """The batch back from :meth:`to_arrow`; tensors are read-only views of the table's memory.
-
-        Raises:
-            BatchError: the table holds another type, or lacks a column.
-        """
-        metadata = json.loads((table.schema.metadata or {}).get(b"flowrl", b"{}"))
-        if metadata.get("type") != cls.__name__:
-            raise BatchError(
-                f"This Arrow table does not hold {cls.__name__}",
-                expected=cls.__name__,
-                received=metadata.get("type", "no flowrl metadata"),
-            )
-        columns = {name: column_from_arrow(table.column(name)) for name in table.column_names}
-        return _unflatten(cls, "", columns, metadata["whole"])
-
-
-def _flatten(batch: Any, prefix: str) -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
-    for f in fields(batch):
-        value, name = getattr(batch, f.name), prefix + f.name
-        if isinstance(value, dict):
-            out += [(f"{name}.{key}", v) for key, v in value.items()]
-        elif isinstance(value, _Columns):
-            out += _flatten(value, name + ".")
-        else:
-            out.append((name, value))
-    return out
-
-
-def _unflatten(cls: type, prefix: str, columns: dict[str, Any], whole: dict[str, Any]) -> Any:
-    values: dict[str, Any] = {}
-    for f in fields(cls):
-        name = prefix + f.name
-        annotation = str(f.type)
-        if annotation.startswith("dict"):
-            everything = {**columns, **whole}
-            values[f.name] = {k[len(name) + 1 :]: v for k, v in everything.items() if k.startswith(name + ".")}
-        elif annotation == "Spans":
-            values[f.name] = _unflatten(Spans, name + ".", columns, whole)
-        elif name in columns:
-            values[f.name] = columns[name]
-        elif name in whole:
-            value = whole[name]
-            values[f.name] = LogprobOrigin(**value) if "LogprobOrigin" in annotation and value else value
-        else:
-            raise BatchError(f"The Arrow table lacks column {name!r}", expected=name, received=sorted(columns))
-    return cls(**values)
-
-
+@nested
 @dataclass(frozen=True)
 class LogprobOrigin:
     """Which model, at which version, under which sampling settings and in which engine gave a log-prob."""
@@ -233,36 +78,6 @@ class LogprobOrigin:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class Spans(_Columns):
-    """Who wrote which tokens, in order: three ragged columns with one value a span.
-
-    Args:
-        kinds: uint8, a :class:`SpanKind`.
-        lengths: int64, tokens in the span.
-        policy_versions: int64, the version of the policy that wrote the span; -1 where no policy did.
-    """
-
-    kinds: Ragged
-    lengths: Ragged
-    policy_versions: Ragged
-
-    def __post_init__(self) -> None:
-        self._check_rows()
-
-    @classmethod
-    def prompt_then_response(cls, prompt_lengths: Tensor, response_lengths: Tensor, policy_version: int) -> Spans:
-        """The spans of single-turn rows: one prompt span, one policy span (also where it is empty)."""
-        import torch
-
-        rows = len(prompt_lengths)
-        offsets = torch.arange(0, 2 * rows + 1, 2)
-        kinds = torch.tensor([SpanKind.PROMPT, SpanKind.POLICY], dtype=torch.uint8).repeat(rows)
-        versions = torch.tensor([-1, policy_version], dtype=torch.int64).repeat(rows)
-        lengths = torch.stack([prompt_lengths, response_lengths], dim=1).flatten().to(torch.int64)
-        return cls(Ragged(kinds, offsets), Ragged(lengths, offsets), Ragged(versions, offsets))
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Prompts(Batch):
     """What the policy is asked, one row a prompt.
@@ -278,6 +93,7 @@ class Prompts(Batch):
     extras: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     unit: ClassVar[str] = "prompts"
+    column_types: ClassVar[Mapping[str, str]] = {**_PROMPT_IDS, "messages": "objects", "extras": "dict of objects"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -295,6 +111,8 @@ class Sequences(Batch):
     sample_id: Tensor
     tokens: Ragged
     spans: Spans
+
+    column_types: ClassVar[Mapping[str, str]] = {**_IDS, "tokens": "int64 ragged"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -369,6 +187,21 @@ class Rollouts(Sequences):
     extras: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     origin: LogprobOrigin | None = None
 
+    column_types: ClassVar[Mapping[str, str]] = {
+        **Sequences.column_types,
+        "rollout_logprobs": "float32 ragged",
+        "finish_reason": "uint8",
+        "messages": "objects",
+        "response_text": "objects",
+        "extras": "dict of objects",
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_lengths(
+            "Rollouts", "rollout_logprobs", self.rollout_logprobs, self.response_lengths, "a value a response token"
+        )
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Demonstrations(Sequences):
@@ -386,6 +219,8 @@ class Preferences(Sequences):
 
     pair_id: Tensor
     chosen: Tensor
+
+    column_types: ClassVar[Mapping[str, str]] = {**Sequences.column_types, "pair_id": "int64", "chosen": "uint8"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -405,6 +240,14 @@ class Rewards(Batch):
     valid: Tensor
     reasons: tuple[str, ...]
     token_components: dict[str, Ragged] = field(default_factory=dict)
+
+    column_types: ClassVar[Mapping[str, str]] = {
+        **_IDS,
+        "components": "dict of float32",
+        "valid": "uint8",
+        "reasons": "objects",
+        "token_components": "dict of float32 ragged",
+    }
 
     @property
     def totals(self) -> Tensor:
@@ -447,13 +290,15 @@ class Values(Batch):
     sample_id: Tensor
     values: Ragged
 
+    column_types: ClassVar[Mapping[str, str]] = {**_IDS, "values": "float32 ragged"}
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OldLogprobs(Batch):
     """float32 ragged ``old_logprobs`` in response layout: the trainer's log-probs before the update.
 
-    ``is_current``: the plan left their computation out, because they must equal the current policy's own; the values are
-    then NaN, and a loss reads :meth:`flowrl.nodes.loss.Current.old`.
+    ``is_current``: the plan left their computation out, because they must equal the current policy's own; the values
+    are then NaN, and a loss reads :meth:`flowrl.nodes.loss.Current.old`.
     """
 
     prompt_id: Tensor
@@ -461,6 +306,8 @@ class OldLogprobs(Batch):
     old_logprobs: Ragged
     origin: LogprobOrigin
     is_current: bool = False
+
+    column_types: ClassVar[Mapping[str, str]] = {**_IDS, "old_logprobs": "float32 ragged"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -471,6 +318,8 @@ class RefLogprobs(Batch):
     sample_id: Tensor
     ref_logprobs: Ragged
     origin: LogprobOrigin
+
+    column_types: ClassVar[Mapping[str, str]] = {**_IDS, "ref_logprobs": "float32 ragged"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -483,6 +332,16 @@ class Advantages(Batch):
     sample_id: Tensor
     advantages: Ragged
     returns: Ragged
+
+    column_types: ClassVar[Mapping[str, str]] = {
+        **_IDS,
+        "advantages": "float32 ragged",
+        "returns": "float32 ragged",
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_lengths("Advantages", "returns", self.returns, self.advantages.lengths, "as many values as advantages")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -502,71 +361,3 @@ class TrainStats(Batch):
     @property
     def num_rows(self) -> int:
         return 0
-
-
-def align(anchor: Batch, other: Batch, *, join: str = "exact", node: str, argument: str) -> Batch:
-    """The rows of ``other`` in the order of ``anchor``, by id.
-
-    Args:
-        join: "exact": the same rows; "subset": ``other`` may hold more rows; "prompt": ``other`` has one row a prompt,
-            repeated for each sample of the prompt.
-
-    Raises:
-        AlignmentError: an id is missing, superfluous or occurs twice.
-    """
-    import torch
-
-    anchor_ids, other_ids = anchor.row_ids, other.row_ids
-    if anchor_ids is None or other_ids is None:
-        return other
-    width = 1 if join == "prompt" else min(anchor_ids.shape[1], other_ids.shape[1])
-    wanted, given = anchor_ids[:, :width], other_ids[:, :width]
-    if join == "exact" and torch.equal(wanted, given) and not _has_duplicates(given):
-        return other
-    place: dict[tuple[int, ...], int] = {}
-    for i, key in enumerate(map(tuple, given.tolist())):
-        if key in place:
-            raise AlignmentError(
-                f"{node}: argument {argument!r} holds an id twice",
-                expected="unique (prompt_id, sample_id)",
-                received=f"{key} in rows {place[key]} and {i}",
-                do="give each row its own sample_id; only sources and fan-outs mint ids",
-            )
-        place[key] = i
-    wanted_keys = list(map(tuple, wanted.tolist()))
-    if join != "prompt" and len(set(wanted_keys)) != len(wanted_keys):
-        raise AlignmentError(f"{node}: its first input holds an id twice", expected="unique ids", received=wanted_keys[:8])
-    missing = [k for k in wanted_keys if k not in place]
-    extra = [k for k in place if k not in set(wanted_keys)] if join == "exact" else []
-    if missing or extra:
-        raise AlignmentError(
-            f"{node}: argument {argument!r} has other rows",
-            expected=f"the {len(wanted_keys)} ids of the first input",
-            received=f"{len(missing)} missing (first: {missing[:3]}), {len(extra)} unknown (first: {extra[:3]})",
-            do="feed rows of the same rollouts, or declare on the node how it joins (joins = {…: 'subset' | 'prompt'})",
-        )
-    return other.select([place[k] for k in wanted_keys])
-
-
-def _has_duplicates(ids: Tensor) -> bool:
-    import torch
-
-    return len(torch.unique(ids, dim=0)) != len(ids)
-
-
-def unknown_field(batch_type: type, name: str) -> NoReturn:
-    """Raise for a field that a batch type does not have, with the nearest one that it has."""
-    known = [f.name for f in fields(batch_type)] + [
-        n for n, v in vars(batch_type).items() if isinstance(v, property)
-    ]
-    raise UnknownFieldError(f"{batch_type.__name__} has no field {name!r}", do=nearest(name, known))
-
-
-def refuse_data_use(what: str, batch_type: type) -> NoReturn:
-    """Raise for a Ref that is used as if its data were here."""
-    raise RefUseError(
-        f"A Ref of {batch_type.__name__} was used in `{what}`",
-        expected="a Ref passed to a node, or a field of it",
-        received=f"`{what}` while the flow is being built, when there is no data yet",
-        do="move that logic into a node (@flowrl.node on a function)",
-    )

@@ -4,36 +4,60 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 
-from flowrl.errors import FlowError
+from flowrl.errors import FlowError, nearest
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Dataflow for reinforcement learning of language models.",
 )
 
-#: Exit statuses of a run that a signal ended, as shells count them.
-_SIGNAL_BASE = 128
+#: How the command ends. An error that a user can cause is ERROR and one message, a mistake on the command line USAGE.
+ERROR, USAGE, TIME_LIMIT = 1, 2, 124
+#: 130 after Ctrl-C, 143 after SIGTERM, as shells count them.
+SIGNAL_BASE = 128
 
 
-def main() -> None:
-    """Run the command; an error that a user can cause is one message, not a traceback."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command, and exit."""
+    sys.exit(run_command(sys.argv[1:] if arguments is None else arguments))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run the command; its exit status."""
     try:
-        app()
+        return int(app(args=list(arguments), prog_name="flowrl", standalone_mode=False) or 0)
     except FlowError as error:
-        _fail(error)
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"error: {error}{notes}", file=sys.stderr)
+        return ERROR
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return USAGE
+    except click.UsageError as error:
+        where = f" (`{error.ctx.command_path} --help` lists what there is)" if error.ctx is not None else ""
+        print(f"error: {_usage_message(error)}{where}", file=sys.stderr)
+        return USAGE
+    except (KeyboardInterrupt, click.Abort) as error:
+        print("Ended at once, without a checkpoint.", file=sys.stderr)
+        return SIGNAL_BASE + getattr(error, "signal_number", 2)
 
 
-def _fail(error: FlowError) -> None:
-    print(f"error: {error}", file=sys.stderr)
-    raise SystemExit(1)
+def _usage_message(error: click.UsageError) -> str:
+    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+        flags = [o for p in error.ctx.command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")]
+        return f"No such option: {error.option_name}; {nearest(error.option_name, flags)}"
+    return error.format_message()
 
 
 _RECIPE_ARGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -44,59 +68,61 @@ _RECIPE_ARGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_
     help="Train: run the recipe in FILE. `flowrl run FILE --help` lists its parameters.",
 )
 def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
-    if str(file) == "--help":
-        print(ctx.get_help())
-        return
-
     def start(
         arguments: dict[str, Any],
         num_steps: Annotated[int | None, typer.Option(help="Iterations in all.")] = None,
         out: Annotated[Path | None, typer.Option(help="Run folder; by default runs/<recipe>-<n>.")] = None,
         runtime: Annotated[str, typer.Option(help="What executes it: local.")] = "local",
         resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
-        seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+        seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
         time_limit: Annotated[float | None, typer.Option(help="Seconds after which to end cleanly.")] = None,
         checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
         dump_step: Annotated[
             list[int] | None, typer.Option(help="Keep this step for `flowrl replay`; may be repeated.")
         ] = None,
     ) -> None:
-        experiment = _experiment(file, {**arguments, **_shared(file, num_steps=num_steps, seed=seed)})
         if resume and out is None:
             raise FlowError("--resume needs the run folder", expected="--out FOLDER", received="nothing")
+        known = _parameters(file)
+        shared = {k: v for k, v in {"num_steps": num_steps, "seed": seed}.items() if k in known and v is not None}
+        experiment = _experiment(file, {**arguments, **shared})
+        if seed is None and "seed" in known and known["seed"].default is not inspect.Parameter.empty:
+            seed = known["seed"].default  # one seed: the recipe's own is the run's, too
         given = {
             "num_steps": num_steps,
             "out": out,
+            "seed": seed if "seed" not in experiment.options or shared.get("seed") is not None else None,
             "time_limit": time_limit,
             "checkpoint_every": checkpoint_every,
             "dump_steps": tuple(dump_step) if dump_step else None,
         }
         options = {k: v for k, v in given.items() if v is not None}
         options.setdefault("name", experiment.options.get("name", file.stem))
-        result = experiment.run(runtime=runtime, resume=resume, seed=seed, **options)
-        print(f"{result.status} after {result.steps} steps. Run folder: {result.folder}. Report: {result.report}")
-        if result.signal_number is not None:
-            raise SystemExit(_SIGNAL_BASE + result.signal_number)
+        result = experiment.run(runtime=runtime, resume=resume, **options)
+        end = f"{result.status} after {result.steps} steps. Run folder: {result.folder}."
+        print(end + (f" Report: {result.report}" if result.report.exists() else ""))
+        if result.status == "interrupted":
+            raise typer.Exit(SIGNAL_BASE + (result.signal_number or 0))
+        if result.status == "time limit":
+            raise typer.Exit(TIME_LIMIT)
 
     _with_recipe_flags(ctx, file, start)
 
 
 @app.command(
     context_settings=_RECIPE_ARGS,
-    help="Check the flow of the recipe in FILE; exits with 1 when it breaks a rule.",
+    help="Check the flow of the recipe in FILE and its data; exits with 1 when something is wrong.",
 )
 def check(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     def start(arguments: dict[str, Any]) -> None:
         experiment = _experiment(file, arguments)
-        flows = {
-            "training flow": experiment.flow,
-            **{f"evaluation {e.name!r}": e.flow for e in experiment.evaluations},
-        }
+        flows = {"training flow": experiment.flow} | {f"evaluation {e.name!r}": e.flow for e in experiment.evaluations}
         reports = {name: flow.check() for name, flow in flows.items()}
         for name, report in reports.items():
             print(f"{name}: {report}")
         if not all(r.ok for r in reports.values()):
-            raise SystemExit(1)
+            raise typer.Exit(ERROR)
+        experiment.check_data()
 
     _with_recipe_flags(ctx, file, start)
 
@@ -111,23 +137,26 @@ def replay(
     result = replay_step(run_folder, step)
     print(result.table())
     if not result.equal:
-        raise SystemExit(1)
+        raise typer.Exit(ERROR)
 
 
 @app.command(help="List the recipes in FOLDER with one line each.")
 def recipes(folder: Annotated[Path, typer.Argument(metavar="FOLDER")] = Path("recipes")) -> None:
     from flowrl.recipes import load_recipe
 
-    files = sorted(folder.glob("*.py"))
+    files = sorted(p for p in folder.glob("*.py") if not p.name.startswith("_"))
     if not files:
         raise FlowError(
             f"There are no recipes in {folder}",
             expected="Python files with a @flowrl.recipe",
-            received="none",
+            received="none" if folder.is_dir() else "no such folder",
         )
     for file in files:
-        doc = inspect.getdoc(load_recipe(file)) or ""
-        print(f"{file}: {doc.splitlines()[0] if doc else 'no description'}")
+        try:
+            doc = inspect.getdoc(load_recipe(file)) or "no description"
+        except Exception as error:  # one file that cannot be imported must not hide the others
+            doc = f"not a recipe ({type(error).__name__}: {error})"
+        print(f"{file}: {doc.splitlines()[0]}")
 
 
 @app.command(help="Print the version.")
@@ -135,6 +164,9 @@ def version() -> None:
     import flowrl
 
     print(flowrl.__version__)
+
+
+# -- flags from recipes ----------------------------------------------------------------------------------------------
 
 
 def _experiment(file: Path, arguments: dict[str, Any]) -> Any:
@@ -149,37 +181,81 @@ _loaded: dict[Path, Callable[..., Any]] = {}
 def _load(file: Path) -> Callable[..., Any]:
     from flowrl.recipes import load_recipe
 
-    if file not in _loaded:
-        _loaded[file] = load_recipe(file)
-    return _loaded[file]
+    path = file.resolve()
+    if path not in _loaded:
+        _loaded[path] = load_recipe(file)
+    return _loaded[path]
 
 
-def _shared(file: Path, **values: Any) -> dict[str, Any]:
-    """Flags of the command that the recipe has parameters for, too: it gets to know them."""
+def _parameters(file: Path) -> dict[str, inspect.Parameter]:
     from flowrl.recipes import parameters
 
-    return {k: v for k, v in values.items() if k in parameters(_load(file)) and v is not None}
+    return parameters(_load(file))
+
+
+#: Flags of ``flowrl run`` that a recipe may have as a parameter, too: it then gets to know them.
+_SHARED = ("num_steps", "seed")
 
 
 def _with_recipe_flags(ctx: typer.Context, file: Path, start: Callable[..., None]) -> None:
     """Call ``start(arguments, **flags)`` with the recipe's parameters and the command's own flags, both from the rest of
     the command line."""
-    from flowrl.recipes import parameters
-
-    own = dict(list(inspect.signature(start, eval_str=True).parameters.items())[1:])
+    if str(file) == "--help":
+        print(ctx.get_help())
+        return
     recipe = _load(file)
-    theirs = {k: p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for k, p in parameters(recipe).items() if k not in own}
+    theirs = _parameters(file)
+    own = dict(list(inspect.signature(start, eval_str=True).parameters.items())[1:])
+    for name in theirs.keys() & own.keys() - set(_SHARED):
+        raise FlowError(
+            f"Recipe {recipe.__name__} has a parameter {name!r}, which is a flag of `flowrl {ctx.info_name}`",
+            expected=f"another name; only {' and '.join(_SHARED)} may be both",
+            received=name,
+        )
+    for name in theirs.keys() & own.keys():
+        own[name] = _with_default_of(theirs.pop(name), own[name])
+    flags = _as_flags(recipe, theirs)
 
     def command(**values: Any) -> None:
         start({k: values[k] for k in theirs}, **{k: values[k] for k in own})
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*theirs.values(), *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values())]
+        [*flags, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values())]
     )
-    command.__annotations__ = {k: p.annotation for k, p in (theirs | own).items()}
-    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    inner.command(help=inspect.getdoc(recipe))(command)
-    inner(args=ctx.args, prog_name=f"flowrl {ctx.info_name} {file}")
+    command.__annotations__ = {p.name: p.annotation for p in flags} | {k: p.annotation for k, p in own.items()}
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    inner.command(help=_description(recipe))(command)
+    raise typer.Exit(
+        inner(args=ctx.args, prog_name=f"flowrl {ctx.info_name} {file}", standalone_mode=False) or 0
+    )
+
+
+def _description(recipe: Callable[..., Any]) -> str:
+    """Its docstring up to the section of arguments, which the flags show."""
+    return (inspect.getdoc(recipe) or "").split("\nArgs:\n")[0].strip()
+
+
+def _as_flags(recipe: Callable[..., Any], theirs: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
+    """The recipe's parameters as options, those without a default too (which typer would take by position)."""
+    from flowrl.recipes import parameter_help
+
+    helps = parameter_help(recipe)
+    flags = []
+    for name, parameter in theirs.items():
+        annotation = parameter.annotation
+        if typing.get_origin(annotation) is not Annotated:
+            annotation = Annotated[annotation, typer.Option(help=helps.get(name))]
+        flags.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
+    return flags
+
+
+def _with_default_of(theirs: inspect.Parameter, own: inspect.Parameter) -> inspect.Parameter:
+    """The command's own flag, whose help tells the recipe's default."""
+    if theirs.default is theirs.empty or theirs.default is None:
+        return own
+    kind, option = typing.get_args(own.annotation)[:2]
+    shown = typer.Option(help=f"{option.help}  [default: {theirs.default}]", show_default=False)
+    return own.replace(annotation=Annotated[kind, shown])
 
 
 if __name__ == "__main__":

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 class Bindings:
     """Which engine holds each Model, the value of each State, and the opened resources of each node.
 
-    The runtime makes one per run. Outside a run, one lives for the process: it is what makes ``Rollout(actor)(prompts)``
-    work in a Python shell.
+    The runtime makes one per run. Outside a run, one lives for the process: it is what makes
+    ``Rollout(actor)(prompts)`` work in a Python shell.
+
+    Args:
+        open_engine: makes the engine of a Model at first use.
+        engines: by Model, its engine.
+        states: by State, its value where one was set.
+        resources: by id of a node, the node and what its ``setup`` returned.
     """
 
     open_engine: Callable[[Model, Bindings], Engine]
@@ -51,6 +57,8 @@ class StepContext:
     label: str = ""
     #: Counts of calls by node class: unlabelled eager calls get the labels that recording would give.
     counts: dict[str, int] = field(default_factory=dict, compare=False)
+    #: What the running call may write: None outside of a call, where anybody may.
+    writes: tuple[Any, ...] | None = field(default=None, compare=False)
     #: Receives what a node reports about its own work (metrics by name), or None when nobody listens.
     report: Callable[[str, float], None] | None = field(default=None, compare=False)
     #: Receives (prompt_id, sample_id) of the rows to blame when an optimiser step is skipped.
@@ -58,9 +66,7 @@ class StepContext:
 
     def key(self, prompt_id: int, index_in_group: int = 0, turn: int = 0) -> int:
         """The 128-bit key of one row's random stream."""
-        return random_key(
-            self.seed, self.label, self.iteration, self.pull, prompt_id, index_in_group, turn
-        )
+        return random_key(self.seed, self.label, self.iteration, self.pull, prompt_id, index_in_group, turn)
 
 
 _current_step: ContextVar[StepContext | None] = ContextVar("flowrl_step", default=None)

@@ -45,7 +45,7 @@ class FlowError(Exception):
         if self.received is not None:
             parts.append(f"Received {self.received}.")
         if self.do is not None:
-            parts.append(f"Do: {self.do}" + ("" if self.do.endswith(".") else "."))
+            parts.append(f"Do: {self.do}" + ("" if self.do.endswith((".", "?")) else "."))
         if self.where is not None:
             parts.append(f"(at {self.where})")
         return " ".join(parts)

@@ -8,57 +8,46 @@ reader) pair is an edge that crosses iterations. The cycle in reinforcement lear
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
 from flowrl import context
+from flowrl.annotations import type_name
 from flowrl.batches import Batch, Prompts
 from flowrl.errors import EdgeTypeError, GraphError, nearest
-from flowrl.graph import Call, Ref, recorded_from, type_name, user_location, walk
+from flowrl.graph import Call, Ref, recorded_from, user_location, walk
 from flowrl.models import AnyModel, BaseModel, DerivedModel, Ema, Snapshot, State
+from flowrl.nodes.function import NodeLike
 from flowrl.nodes.loss import Loss
 from flowrl.nodes.source import Source, source
+from flowrl.stable_text import stable_text
+from flowrl.weight_edges import (
+    WeightEdge,
+    followed_by,
+    follower_label,
+    order_with_readers_first,
+    owner,
+    weight_edges,
+)
 
 if TYPE_CHECKING:
     from flowrl.checks import Report
 
-
-@dataclass(frozen=True)
-class WeightEdge:
-    """A call that reads what another call writes.
-
-    Args:
-        model: name of the Model or State.
-        writer: label of the call, or the name of the derived writer, that writes it.
-        reader: label of the call, or the name of the derived writer, that reads it.
-        max_staleness: in iteration i the reader uses a version in [i − max_staleness, i].
-    """
-
-    model: str
-    writer: str
-    reader: str
-    max_staleness: int = 0
+__all__ = ["RLFlow", "WeightEdge", "follower_label"]
 
 
 class RLFlow:
-    """The graph of one iteration. Immutable.
+    """The graph of one iteration: the calls that its outputs need, in recording order.
 
-    The short form wires the parts by their annotated types into
-    source → rollout → each reward → sum (where several) → policy log-probs → [critic values, where the estimator asks for
-    ``Values``: a critic started from the policy, and its updater] → [reference log-probs, where ``reference=`` or a KL
-    coefficient asks] → estimator → updater (without a policy it trains the rollout's).
+    Made from its outputs, ``RLFlow.from_outputs(…)``, or in the short form from its parts, which are wired by their
+    annotated types into
 
-    Args:
-        rollout: the node (or engine) that answers prompts.
-        reward: one reward node; or ``reward_models``: several, which are summed.
-        advantage_estimator: the node that makes Advantages.
-        policy_updater: the updater of the policy; its Model is filled in when it has none.
-        critic: the value model; by default one is started from the policy where values are needed.
-        critic_updater: its updater; by default ``ValueUpdater(critic)``.
-        reference: the Model for reference log-probs; by default ``policy.frozen()`` where a KL coefficient asks.
-        prompts: the source; by default ``source(Prompts, name="prompts", batch_size=batch_size)``.
+        source → rollout → each reward → sum (where several) → policy log-probs → [critic values, where the estimator
+        asks for ``Values``: a critic started from the policy, and its updater] → [reference log-probs, where
+        ``reference=`` or a KL coefficient asks] → estimator → updater (without a policy it trains the rollout's)
+
+    which is nothing that one could not write by hand. A flow is not changed after it is made.
 
     Example::
 
@@ -68,25 +57,42 @@ class RLFlow:
             advantage_estimator=GroupAdvantage(),
             policy_updater=GRPOUpdater(),
         )
-
-    Raises:
-        GraphError: a part is missing (with what there is), or two parts fit one argument.
+        flow.check()                        # all violations at once
+        flow.step(prompts)                  # one iteration, here and now
+        flow.graph                          # a networkx graph: data edges and weight edges
     """
 
     def __init__(
         self,
         *,
-        rollout: Any,
-        reward: Any = None,
-        reward_models: Sequence[Any] = (),
-        advantage_estimator: Any = None,
-        policy_updater: Any = None,
+        rollout: NodeLike | None = None,
+        reward: NodeLike | None = None,
+        reward_models: Sequence[NodeLike] = (),
+        advantage_estimator: NodeLike | None = None,
+        policy_updater: NodeLike | None = None,
         critic: AnyModel | None = None,
-        critic_updater: Any = None,
+        critic_updater: NodeLike | None = None,
         reference: AnyModel | None = None,
-        prompts: Any = None,
+        prompts: Prompts | None = None,
         batch_size: int = 64,
     ) -> None:
+        """Wire parts by their annotated types, as the class says.
+
+        Args:
+            rollout: the node (or engine) that answers prompts. Needed, as are a reward, the estimator and the updater.
+            reward: one reward node.
+            reward_models: several, which are summed with ``reward``, if that is given too.
+            advantage_estimator: the node that makes Advantages.
+            policy_updater: the updater of the policy; its Model is filled in when it has none.
+            critic: the value model; by default one is started from the policy where values are needed.
+            critic_updater: its updater; by default ``ValueUpdater(critic)``.
+            reference: the Model for reference log-probs; by default ``policy.frozen()`` where a KL coefficient asks.
+            prompts: the Ref of a source; by default ``source(Prompts, name="prompts", batch_size=batch_size)``.
+            batch_size: prompts an iteration of that default source.
+
+        Raises:
+            GraphError: a part is missing (the message lists what there is), or two parts fit one argument.
+        """
         from flowrl.short_form import wire
 
         outputs = wire(
@@ -106,10 +112,13 @@ class RLFlow:
         """The flow of everything that these outputs need.
 
         Raises:
-            EdgeTypeError: an output is not a Ref, or there is none.
+            GraphError: there is no output.
+            EdgeTypeError: an output is not a Ref.
         """
         if not outputs:
-            raise GraphError("RLFlow.from_outputs needs outputs", expected="at least one Ref", received="none", where=user_location())
+            raise GraphError(
+                "RLFlow.from_outputs needs outputs", expected="at least one Ref", received="none", where=user_location()
+            )
         for i, output in enumerate(outputs):
             if not isinstance(output, Ref):
                 raise EdgeTypeError(
@@ -184,7 +193,7 @@ class RLFlow:
         out: dict[int, list[Call]] = {}
         for call in self.calls:
             for thing in call.node.writes():
-                out.setdefault(id(_owner(thing)), []).append(call)
+                out.setdefault(id(owner(thing)), []).append(call)
         return out
 
     def effective_reads(self, call: Call) -> tuple[BaseModel | State, ...]:
@@ -203,22 +212,7 @@ class RLFlow:
     @property
     def weight_edges(self) -> tuple[WeightEdge, ...]:
         """Every (writer → reader) pair of a Model or State; the writers of Snapshots and Emas are derived."""
-        writers = self.writers()
-        edges: list[WeightEdge] = []
-        for follower in self.followers:
-            for writer in writers.get(id(follower.base), []):
-                edges.append(WeightEdge(follower.base.name, self.label(writer), follower_label(follower)))
-        for call in self.calls:
-            if isinstance(call.node, Loss):
-                continue  # it runs inside of its updater, which does the reading
-            for thing in self.effective_reads(call):
-                owner = _owner(thing)
-                if isinstance(owner, Snapshot | Ema):
-                    edges.append(WeightEdge(owner.name, follower_label(owner), self.label(call), call.node.staleness()))
-                for writer in writers.get(id(owner), []):
-                    if writer is not call:
-                        edges.append(WeightEdge(thing.name, self.label(writer), self.label(call), call.node.staleness()))
-        return tuple(dict.fromkeys(edges))
+        return weight_edges(self)
 
     @property
     def graph(self) -> nx.MultiDiGraph:
@@ -271,18 +265,21 @@ class RLFlow:
 
     def execution_order(self) -> tuple[Call, ...]:
         """Calls in an order that respects the data edges, and lets every reader of a Model run before its writer."""
-        order, cycle = _order_with_readers_first(self)
+        order, cycle = order_with_readers_first(self)
         if cycle:
-            raise GraphError("This flow has a cycle; `flow.check()` says where")
+            raise GraphError(
+                "This flow has a cycle: a Model would have to be read after it is written",
+                received=" → ".join(self.label(c) for c in (*cycle, cycle[0])),
+                do="see `print(flow.check())`",
+            )
         return order
 
     def unreached(self) -> tuple[Call, ...]:
-        """Calls recorded from this flow's sources that no flow uses."""
-        out: dict[int, Call] = {}
-        for call in self.calls:
-            if not call.arguments:
-                out.update({id(c): c for c in recorded_from(call) if "_claimed" not in c.__dict__})
-        return tuple(out.values())
+        """Calls recorded from this flow's sources whose result nobody takes, and which are no output of any flow."""
+        recorded = {id(c): c for call in self.calls if not call.arguments for c in recorded_from(call)}
+        unclaimed = [c for c in recorded.values() if "_claimed" not in c.__dict__]
+        taken = {id(ref._call) for c in unclaimed for _, ref in c.inputs()}
+        return tuple(c for c in unclaimed if id(c) not in taken)
 
     def check(self) -> Report:
         """All violations at once. See :mod:`flowrl.checks`."""
@@ -302,6 +299,10 @@ class RLFlow:
 
         Returns:
             The output, or a tuple of the outputs.
+
+        Raises:
+            GraphError: a source has no data, or data name no source.
+            EdgeTypeError: a source is given the wrong kind of batch.
         """
         data = self._by_source(data)
         order = self.execution_order()
@@ -316,9 +317,10 @@ class RLFlow:
                     name: tuple(_read(r, values) for r in value) if isinstance(value, tuple) else _read(value, values)
                     for name, value in call.arguments.items()
                 }
-                context.seed_call(self.label(call))
                 values[id(call)] = call.node.run(arguments, label=self.label(call))
-                context.follow_writers(m for m in self.followers if m.base in call.node.writes())
+                followers = followed_by(call, self.followers)
+                if followers:
+                    context.follow_writers(followers)
         outputs = tuple(_read(ref, values) for ref in self.outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -327,9 +329,14 @@ class RLFlow:
         if not isinstance(data, Mapping):
             if len(sources) != 1:
                 raise GraphError(
-                    f"This flow has {len(sources)} sources", expected=f"batches by name: {sorted(sources)}", received="one batch"
+                    f"This flow has {len(sources)} sources",
+                    expected=f"batches by name: {sorted(sources)}",
+                    received="one batch",
                 )
             data = {next(iter(sources)): data}
+        for name in data:
+            if name not in sources:
+                raise GraphError(f"There is no source {name!r}", do=nearest(name, sources))
         for name, node in sources.items():
             if name not in data:
                 raise GraphError(f"No data for source {name!r}", do=nearest(name, data))
@@ -352,15 +359,6 @@ class RLFlow:
         return mimebundle(self.graph)
 
 
-def follower_label(model: DerivedModel) -> str:
-    """The label of the derived writer of a Snapshot or Ema."""
-    return f"{type(model).__name__}({model.name})"
-
-
-def _owner(thing: BaseModel | State) -> BaseModel | State:
-    return thing.parameter_set if isinstance(thing, BaseModel) else thing
-
-
 def _label(calls: Iterable[Call]) -> dict[int, str]:
     """By id of the call: the label given, or class#n in recording order."""
     labels: dict[int, str] = {}
@@ -375,30 +373,6 @@ def _label(calls: Iterable[Call]) -> dict[int, str]:
     return labels
 
 
-def _order_with_readers_first(flow: RLFlow) -> tuple[tuple[Call, ...], list[str]]:
-    """(calls in execution order, labels of a cycle or nothing)."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from(id(c) for c in flow.calls)
-    for call in flow.calls:
-        for _, ref in call.inputs():
-            graph.add_edge(id(ref._call), id(call))
-    writers = flow.writers()
-    for call in flow.calls:
-        if isinstance(call.node, Loss):
-            continue
-        for thing in flow.effective_reads(call):
-            for writer in writers.get(id(_owner(thing)), []):
-                if writer is not call:
-                    graph.add_edge(id(call), id(writer))
-    by_id = {id(c): c for c in flow.calls}
-    try:
-        order = nx.lexicographical_topological_sort(graph, key=lambda key: by_id[key].order)
-        return tuple(by_id[key] for key in order), []
-    except nx.NetworkXUnfeasible:
-        cycle = nx.find_cycle(graph)
-        return flow.calls, [flow.label(by_id[a]) for a, _ in cycle]
-
-
 def _read(ref: Ref, values: Mapping[int, Any]) -> Any:
     value = values[id(ref._call)]
     for name in ref._path:
@@ -407,8 +381,5 @@ def _read(ref: Ref, values: Mapping[int, Any]) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = value.name if isinstance(value, BaseModel | State) else repr(value)
-    if callable(value) and hasattr(value, "__name__"):
-        text = value.__name__
+    text = value.__name__ if callable(value) and hasattr(value, "__name__") else stable_text(value)
     return text if len(text) <= 60 else text[:57] + "…"
-

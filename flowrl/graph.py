@@ -6,24 +6,23 @@ and the path of fields read from it, and refuses to be used as data.
 
 from __future__ import annotations
 
-import builtins
 import heapq
 import itertools
+import os
 import sys
 import types
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flowrl.batches import Batch, refuse_data_use, unknown_field
-from flowrl.errors import EdgeTypeError
+from flowrl.annotations import edge_types, field_type, fits, type_name
+from flowrl.errors import EdgeTypeError, RefUseError
 
 if TYPE_CHECKING:
     from flowrl.nodes.base import Node
 
-_PACKAGE_FOLDER = str(Path(__file__).parent)
+_PACKAGE_FOLDER = str(Path(__file__).parent) + os.sep
 _order = itertools.count()
 
 
@@ -33,7 +32,8 @@ class Call:
 
     Args:
         node: the node, with its settings.
-        arguments: by parameter name, the Ref, or a tuple of Refs for ``*args``; parameters left at their default are absent.
+        arguments: by parameter name, the Ref, or a tuple of Refs for ``*args``; parameters left at their default are
+            absent.
         output_type: what it returns.
         where: the user's ``file:line``.
         order: recording order in this process, the tie-break of every ordering.
@@ -41,12 +41,13 @@ class Call:
 
     node: Node
     arguments: Mapping[str, Any]
-    output_type: type
+    output_type: Any
     where: str
     order: int = field(default_factory=lambda: next(_order))
 
     def inputs(self) -> Iterator[tuple[str, Ref]]:
-        """(argument name, Ref) of every edge into this call; those of ``*terms`` are named ``terms[0]``, ``terms[1]``, …"""
+        """(argument name, Ref) of every edge into this call; those of ``*terms`` are named ``terms[0]``,
+        ``terms[1]``, …"""
         for name, value in self.arguments.items():
             if isinstance(value, tuple):
                 yield from ((f"{name}[{i}]", ref) for i, ref in enumerate(value))
@@ -54,19 +55,23 @@ class Call:
                 yield name, value
 
     def __repr__(self) -> str:
-        return f"Call({type(self.node).__name__} at {self.where})"
+        return f"Call({self.node.name} at {self.where})"
 
 
 class Ref:
-    """Stands in for a batch, or for a field of one, while a flow is being built."""
+    """Stands in for a batch, or for a field of one, while a flow is being built.
+
+    ``ref.field`` is a Ref again: an edge that carries one field or property. Everything that needs data raises
+    RefUseError: truth value, iteration, length, indexing, calling, assignment, arithmetic and comparison.
+    """
 
     __slots__ = ("__weakref__", "_call", "_path", "_type")
 
     _call: Call
     _path: tuple[str, ...]
-    _type: type
+    _type: Any
 
-    def __init__(self, call: Call, path: tuple[str, ...] = (), type_: type | None = None) -> None:
+    def __init__(self, call: Call, path: tuple[str, ...] = (), type_: Any = None) -> None:
         object.__setattr__(self, "_call", call)
         object.__setattr__(self, "_path", path)
         object.__setattr__(self, "_type", type_ or call.output_type)
@@ -77,32 +82,65 @@ class Ref:
         return Ref(self._call, (*self._path, name), field_type(self._type, name))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        refuse_data_use(f"ref.{name} = …", self._type)
+        self._refuse(f"ref.{name} = …")
 
-    def __bool__(self) -> bool:
-        refuse_data_use("if ref:", self._type)
+    def __delattr__(self, name: str) -> NoReturn:
+        self._refuse(f"del ref.{name}")
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("if ref:")
 
     def __iter__(self) -> Iterator[Any]:
-        refuse_data_use("for x in ref:", self._type)
+        self._refuse("for x in ref:")
 
-    def __len__(self) -> int:
-        refuse_data_use("len(ref)", self._type)
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ref):
+            self._refuse("ref == …")
+        return self is other
 
-    def __getitem__(self, key: object) -> NoReturn:
-        refuse_data_use("ref[…]", self._type)
+    __hash__ = object.__hash__  # Refs are keys, of a placement for example
 
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        refuse_data_use("ref(…)", self._type)
+    def __copy__(self) -> Ref:
+        return self
 
-    def _refuse_arithmetic(self, other: object) -> NoReturn:
-        refuse_data_use("arithmetic on a ref", self._type)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ref:
+        return self
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse_arithmetic
+    def _refuse(self, what: str) -> NoReturn:
+        raise RefUseError(
+            f"A Ref of {type_name(self._type)} was used in `{what}`",
+            expected="a Ref passed to a node, or a field of it",
+            received=f"`{what}` while the flow is being built, when there is no data yet",
+            do="move that logic into a node (@flowrl.node on a function)",
+            where=user_location(),
+        )
 
     def __repr__(self) -> str:
         path = "".join(f".{name}" for name in self._path)
-        return f"Ref[{type_name(self._type)}]({type(self._call.node).__name__}{path})"
+        return f"Ref[{type_name(self._type)}]({self._call.node.name}{path})"
+
+
+def _refusal(what: str) -> Callable[..., NoReturn]:
+    def refuse(self: Ref, *args: object, **kwargs: object) -> NoReturn:
+        self._refuse(what)
+
+    return refuse
+
+
+_OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@",
+    "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
+}  # fmt: skip
+_REFUSED = {
+    **{name: f"ref {sign} …" for name, sign in _OPERATORS.items()},
+    **{f"r{name}": f"… {sign} ref" for name, sign in _OPERATORS.items()},
+    **{"lt": "ref < …", "le": "ref <= …", "gt": "ref > …", "ge": "ref >= …", "contains": "… in ref"},
+    **{"neg": "-ref", "pos": "+ref", "invert": "~ref", "abs": "abs(ref)", "round": "round(ref)"},
+    **{"len": "len(ref)", "int": "int(ref)", "float": "float(ref)", "index": "a place in a list"},
+    **{"getitem": "ref[…]", "setitem": "ref[…] = …", "call": "ref(…)"},
+}
+for _name, _what in _REFUSED.items():
+    setattr(Ref, f"__{_name}__", _refusal(_what))
 
 
 def record(node: Node, arguments: dict[str, Any], output_type: type) -> Any:
@@ -143,10 +181,15 @@ def recorded_from(source: Call) -> tuple[Call, ...]:
     calls = _recorded_from(source)
     for call in calls:
         key: tuple[Any, ...] = ("call", id(call))
-        if "<ipython" in call.where or "ipykernel" in call.where:
+        if in_notebook(call.where):
             key = (call.where, type(call.node), tuple(call.arguments))
         latest[key] = call
     return tuple(latest.values())
+
+
+def in_notebook(where: str) -> bool:
+    """Whether a ``file:line`` is in a cell of a notebook."""
+    return "<ipython" in where or "ipykernel" in where
 
 
 def user_location() -> str:
@@ -154,95 +197,33 @@ def user_location() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(_PACKAGE_FOLDER) and not filename.startswith("<string>"):
+        generated = filename == "<string>" and frame.f_code.co_name.startswith("__")  # a dataclass's own __init__
+        if not filename.startswith(_PACKAGE_FOLDER) and not generated:
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "unknown"
 
 
-def type_name(annotation: Any) -> str:
-    """A type as users write it."""
-    return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
-
-
-def field_type(owner: Any, name: str) -> Any:
-    """The type of a field or property of a batch type.
+def check_edge_type(ref: Ref, annotation: Any, *, node: str, argument: str) -> None:
+    """Refuse, at the line, a Ref that does not fit a parameter.
 
     Raises:
-        UnknownFieldError: it has none of this name; the nearest is offered.
+        EdgeTypeError: with both types, and where the Ref was made.
     """
-    if is_dataclass(owner) and isinstance(owner, type):
-        if name in {f.name for f in fields(owner)}:
-            return resolve_hints(owner).get(name, object)
-        attribute = getattr(owner, name, None)
-        if isinstance(attribute, property) and attribute.fget is not None:
-            return resolve_hints(attribute.fget).get("return", object)
-        unknown_field(owner, name)
-    raise EdgeTypeError(
-        f"A {type_name(owner)} on an edge has no fields to read",
-        expected="a field of a batch",
-        received=f".{name} of a {type_name(owner)}",
-        do="pass it to a node that takes it whole",
-    )
-
-
-class _Names(dict[str, Any]):
-    """Names for evaluating an annotation; those imported only for type checkers (Tensor, Engine) become ``object``."""
-
-    def __missing__(self, key: str) -> Any:
-        return object
-
-
-def resolve_hints(thing: Any, localns: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Annotations of a class (inherited ones too) or function, as types. Lenient where ``typing.get_type_hints`` raises:
-    torch is not imported for the sake of an annotation.
-    """
-    out: dict[str, Any] = {}
-    for owner in reversed(thing.__mro__) if isinstance(thing, type) else (thing,):
-        module = sys.modules.get(getattr(owner, "__module__", None) or "")
-        names = _Names({**vars(builtins), **(vars(module) if module else {})})
-        names.update(getattr(owner, "__globals__", {}))
-        names.update(localns or {})
-        own = owner.__dict__ if isinstance(owner, type) else {"__annotations__": owner.__annotations__}
-        for name, annotation in own.get("__annotations__", {}).items():
-            if isinstance(annotation, str):
-                try:
-                    annotation = eval(annotation, {}, names)
-                except (TypeError, AttributeError, SyntaxError):
-                    annotation = object
-            out[name] = type(None) if annotation is None else annotation
-    return out
-
-
-def edge_types(annotation: Any) -> tuple[tuple[type, ...], bool]:
-    """The batch types that an annotation admits, and whether None is allowed too."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        members = typing.get_args(annotation)
-        return tuple(m for m in members if isinstance(m, type) and m is not type(None)), type(None) in members
-    return ((annotation,) if isinstance(annotation, type) else ()), False
-
-
-def is_edge_annotation(annotation: Any) -> bool:
-    """Whether a parameter with this annotation is an input (an edge) rather than a setting."""
-    from flowrl.ragged import Ragged
-
-    types_, _ = edge_types(annotation)
-    return any(issubclass(t, Batch | Ragged) for t in types_)
-
-
-def check_edge_type(ref: Ref, annotation: Any, *, node: str, argument: str) -> None:
-    """Raise at the line when a Ref does not fit a parameter."""
     allowed, _ = edge_types(annotation)
-    if not allowed or object in allowed:
-        return
-    if not (isinstance(ref._type, type) and issubclass(ref._type, allowed)):
+    if not fits(ref._type, annotation):
         raise EdgeTypeError(
             f"{node}: argument {argument!r} has the wrong type",
             expected=" or ".join(type_name(t) for t in allowed),
-            received=f"{type_name(ref._type)}, the output of {type(ref._call.node).__name__} at {ref._call.where}",
+            received=f"{type_name(ref._type)}, {_described(ref)} at {ref._call.where}",
             do=f"pass a call that returns {type_name(allowed[0])}",
             where=user_location(),
         )
+
+
+def _described(ref: Ref) -> str:
+    name = ref._call.node.name
+    return f"field {'.'.join(ref._path)!r} of {name}" if ref._path else f"the output of {name}"
 
 
 def walk(outputs: list[Ref] | tuple[Ref, ...]) -> list[Call]:
@@ -274,4 +255,3 @@ def walk(outputs: list[Ref] | tuple[Ref, ...]) -> list[Call]:
                 heapq.heappush(ready, (user.order, id(user)))
     done = {id(c) for c in ordered}
     return ordered + sorted((c for key, c in calls.items() if key not in done), key=lambda c: c.order)
-

@@ -7,10 +7,13 @@ are an error that the check of a flow reports.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from flowrl.errors import ModelError
 
 if TYPE_CHECKING:
     from flowrl.runtime.engines.base import Engine
@@ -107,6 +110,8 @@ class Model(BaseModel):
 
     def problems(self) -> list[str]:
         found = []
+        if self.source is None or (isinstance(self.source, str) and not self.source):
+            found.append("source is empty; expected a name, a folder or a live model")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             found.append(f"dtype is {self.dtype!r}; expected float32, bfloat16 or float16")
         if self.autocast not in (None, "bfloat16", "float16"):
@@ -152,9 +157,10 @@ class DerivedModel(BaseModel):
 
     base: Model
 
-    @property
-    def kind_of_base(self) -> str:
-        return self.base.kind
+    def problems(self) -> list[str]:
+        if isinstance(self.base, Model):
+            return []
+        return [f"base is {self.base!r}; expected a Model that is not derived itself"]
 
     def frozen(self) -> DerivedModel:
         """Itself: no updater writes a derived Model."""
@@ -171,7 +177,8 @@ class Frozen(DerivedModel):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Snapshot(DerivedModel):
-    """A copy of the base, taken anew after every ``every``-th version. Its writer is derived: it runs after the base's."""
+    """A copy of the base, taken anew after every ``every``-th version. Its writer is derived: it runs after the
+    base's."""
 
     every: int = 1
 
@@ -179,7 +186,7 @@ class Snapshot(DerivedModel):
         object.__setattr__(self, "name", self.name or f"{self.base.name}.snapshot")
 
     def problems(self) -> list[str]:
-        return [] if self.every >= 1 else [f"every is {self.every}; expected at least 1"]
+        return super().problems() + ([] if self.every >= 1 else [f"every is {self.every}; expected at least 1"])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -192,7 +199,8 @@ class Ema(DerivedModel):
         object.__setattr__(self, "name", self.name or f"{self.base.name}.ema")
 
     def problems(self) -> list[str]:
-        return [] if 0.0 <= self.decay < 1.0 else [f"decay is {self.decay}; expected 0 <= decay < 1"]
+        found = super().problems()
+        return found if 0.0 <= self.decay < 1.0 else [*found, f"decay is {self.decay}; expected 0 <= decay < 1"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -222,6 +230,7 @@ class State:
         init: the value at step 0, made of numbers, strings, lists, dicts and tensors.
 
     It has versions, one writer, and is checkpointed. Inside a node: ``state.value`` reads, ``state.set(value)`` writes.
+    A node that writes says so: ``def writes(self): return (self.state,)``.
     """
 
     name: str
@@ -229,14 +238,35 @@ class State:
 
     @property
     def value(self) -> Any:
+        """The value here and now; ``init`` where nobody has set one."""
         from flowrl.context import current_bindings
 
-        return current_bindings().states.get(self, self.init)
+        states = current_bindings().states
+        if self not in states:
+            states[self] = copy.deepcopy(self.init)  # what a node does to it must not reach another run
+        return states[self]
 
     def set(self, value: Any) -> None:
-        from flowrl.context import current_bindings
+        """Write a new value.
 
+        Raises:
+            ModelError: the running node does not say that it writes this State.
+        """
+        from flowrl.context import current_bindings, current_step
+
+        allowed = current_step().writes
+        if allowed is not None and self not in allowed:
+            raise ModelError(
+                f"State {self.name!r} is written by {current_step().label}, which does not say so",
+                expected="a node that declares what it writes, so that the flow knows its one writer",
+                received=f"writes() = {tuple(getattr(w, 'name', w) for w in allowed)}",
+                do="add to the node: def writes(self): return (self.<the state>,)",
+            )
         current_bindings().states[self] = value
+
+    def problems(self) -> list[str]:
+        """Settings that cannot work, a sentence each."""
+        return [] if self.name else ["name is empty; expected one that is unique in the run"]
 
     def __copy__(self) -> State:
         return self

@@ -1,16 +1,16 @@
-"""Ragged columns and the column operations that every batch shares: select, concatenate, Arrow both ways.
+"""Ragged columns: rows of different lengths without padding, Arrow and torch over one memory.
 
 A ragged column is flat values plus int64 offsets: Arrow's list layout, and the packed layout that variable-length
-attention wants. Numbers cross between Arrow and torch without a copy; a tensor that came from Arrow is read-only.
+attention wants. Numbers cross between Arrow and torch without a copy; never write into a tensor that came from Arrow.
 Padding is not here: it lives inside an engine that needs it.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import BatchError
@@ -27,7 +27,8 @@ class Ragged:
 
     Args:
         values: ``[num_values]``, the rows one after the other.
-        offsets: int64 ``[num_rows + 1]``, increasing from 0 to ``num_values``; row i is ``values[offsets[i]:offsets[i+1]]``.
+        offsets: int64 ``[num_rows + 1]``, increasing from 0 to ``num_values``; row i is
+            ``values[offsets[i]:offsets[i+1]]``.
 
     Raises:
         BatchError: offsets that are not int64, do not start at 0, decrease, or do not end at ``num_values``.
@@ -51,7 +52,7 @@ class Ragged:
                 received=f"{self.offsets.dtype} of shape {list(self.offsets.shape)}",
             )
         ends = (int(self.offsets[0]), int(self.offsets[-1]))
-        if ends != (0, len(self.values)) or bool((self.offsets[1:] < self.offsets[:-1]).any()):
+        if ends != (0, len(self.values)) or bool((self.lengths < 0).any()):
             raise BatchError(
                 "Ragged offsets do not fit their values",
                 expected=f"offsets increasing from 0 to {len(self.values)}",
@@ -109,7 +110,7 @@ class Ragged:
     def rows(self) -> Iterator[Tensor]:
         """Views of the rows, in order."""
         bounds = self.offsets.tolist()
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, stop in itertools.pairwise(bounds):
             yield self.values[start:stop]
 
     def to_lists(self) -> list[list[Any]]:
@@ -125,7 +126,13 @@ class Ragged:
         return self._gather(self.offsets[:-1][index], self.lengths[index])
 
     def slice_rows(self, starts: Tensor, lengths: Tensor) -> Ragged:
-        """Of each row the ``lengths[i]`` values from place ``starts[i]`` on (int64 ``[num_rows]`` each)."""
+        """Of each row the ``lengths[i]`` values from place ``starts[i]`` on (int64 ``[num_rows]`` each).
+
+        Raises:
+            BatchError: a slice reaches out of its row.
+        """
+        if bool(((starts < 0) | (lengths < 0) | (starts + lengths > self.lengths)).any()):
+            raise BatchError("A slice reaches out of its row", expected=f"slices within {self.lengths.tolist()[:8]}")
         return self._gather(self.offsets[:-1] + starts, lengths)
 
     def _gather(self, first: Tensor, lengths: Tensor) -> Ragged:
@@ -150,18 +157,22 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Rows of all parts, in order."""
+        """Rows of all parts (at least one), in order."""
         import torch
 
-        return Ragged.from_lengths(
-            torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts])
-        )
+        return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
     @staticmethod
     def join(first: Ragged, second: Ragged) -> Ragged:
-        """Row by row, the values of ``first`` and then those of ``second``."""
+        """Row by row, the values of ``first`` and then those of ``second``.
+
+        Raises:
+            BatchError: the two differ in their number of rows.
+        """
         import torch
 
+        if first.num_rows != second.num_rows:
+            raise BatchError("Ragged.join needs equal rows", expected=first.num_rows, received=second.num_rows)
         lengths = first.lengths + second.lengths
         values = torch.empty(int(lengths.sum()), dtype=first.values.dtype)
         out = Ragged.from_lengths(values, lengths)
@@ -178,7 +189,13 @@ class Ragged:
 
     @classmethod
     def from_arrow(cls, array: pa.LargeListArray) -> Ragged:
-        """A read-only view of a large list array (rebased when it is a slice). No nulls are allowed."""
+        """A view of a large list array's memory (offsets are rebased when it is a slice): never write into it.
+
+        Raises:
+            BatchError: the array has nulls.
+        """
+        if array.null_count:
+            raise BatchError("A ragged column has nulls", expected="a validity column", received="Arrow nulls")
         offsets, values = arrow_to_tensor(array.offsets), array.values
         first, last = int(offsets[0]), int(offsets[-1])
         if first != 0:
@@ -189,7 +206,11 @@ class Ragged:
         raise TypeError("A Ragged has no truth value; compare its values or its num_rows.")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ragged) and columns_equal(self, other)
+        return (
+            isinstance(other, Ragged)
+            and tensors_equal(self.values, other.values)
+            and tensors_equal(self.offsets, other.offsets)
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -197,8 +218,21 @@ class Ragged:
         return f"Ragged({self.num_rows} rows, {len(self.values)} values, {self.values.dtype})"
 
 
+def tensors_equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit equality of two tensors; any NaN equals any NaN."""
+    import torch
+
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    same = a == b
+    if a.is_floating_point():  # 0.0 == -0.0, but their bits differ
+        same = (same & (torch.signbit(a) == torch.signbit(b))) | (a.isnan() & b.isnan())
+    return bool(same.all())
+
+
 def tensor_to_arrow(tensor: Tensor) -> pa.Array:
-    """A 1-D tensor as an Arrow array over the same memory (bool becomes uint8, bfloat16 its float32 copy)."""
+    """A tensor ``[num_values]`` as an Arrow array over the same memory (bool becomes uint8, bfloat16 a float32
+    copy)."""
     import pyarrow as pa
     import torch
 
@@ -213,7 +247,12 @@ def tensor_to_arrow(tensor: Tensor) -> pa.Array:
 
 
 def arrow_to_tensor(array: pa.Array) -> Tensor:
-    """A read-only tensor over the memory of an Arrow array of numbers without nulls."""
+    """A tensor over the memory of an Arrow array of numbers. Arrow memory is shared and immutable by contract, torch
+    knows no read-only tensors: never write into it.
+
+    Raises:
+        BatchError: the array has nulls.
+    """
     import torch
 
     if array.null_count:
@@ -222,113 +261,3 @@ def arrow_to_tensor(array: pa.Array) -> Tensor:
     with warnings.catch_warnings():  # torch warns that the memory is read-only, which is what we promise
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(values)
-
-
-# A column is a Tensor [num_rows], a Ragged, a tuple of Python objects, a dict of columns, or a dataclass of columns.
-# Everything else in a batch (an origin, a name, None) belongs to the batch as a whole.
-
-
-def is_column(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor | Ragged | tuple | dict) or hasattr(value, "column_fields")
-
-
-def column_rows(value: Any) -> int | None:
-    """The number of rows of a column; None for an empty dict, which fits any."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.shape[0] if value.ndim else None
-    if isinstance(value, tuple):
-        return len(value)
-    if isinstance(value, dict):
-        return next((column_rows(v) for v in value.values()), None)
-    return value.num_rows
-
-
-def select_rows(value: Any, index: Tensor) -> Any:
-    """Rows of a column by int64 index, in its order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value[index]
-    if isinstance(value, tuple):
-        return tuple(value[i] for i in index.tolist())
-    if isinstance(value, dict):
-        return {k: select_rows(v, index) for k, v in value.items()}
-    if isinstance(value, Ragged) or hasattr(value, "select"):
-        return value.select(index)
-    return value
-
-
-def concat_rows(values: Sequence[Any], name: str) -> Any:
-    """Join columns of one field; what belongs to the batch as a whole must be equal in all parts."""
-    import torch
-
-    first = values[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(list(values))
-    if isinstance(first, tuple):
-        return tuple(item for part in values for item in part)
-    if isinstance(first, dict):
-        keys = {k for part in values for k in part}
-        missing = sorted(k for k in keys if not all(k in part for part in values))
-        if missing:
-            raise BatchError(f"Parts of a batch differ in {name}", expected=f"{missing} in every part", received="it in some")
-        return {k: concat_rows([part[k] for part in values], f"{name}[{k!r}]") for k in first}
-    if isinstance(first, Ragged):
-        return Ragged.concat(values)
-    if hasattr(first, "column_fields"):
-        return type(first).concat(values)
-    if any(v != first for v in values[1:]):
-        raise BatchError(f"Parts of a batch differ in {name}", expected=first, received=next(v for v in values if v != first))
-    return first
-
-
-def columns_equal(a: Any, b: Any) -> bool:
-    """Bit for bit equality of two columns (NaN equals NaN), or plain equality of anything else."""
-    import torch
-
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(columns_equal(a[k], b[k]) for k in a)
-    if is_dataclass(a):
-        return all(columns_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    return a == b
-
-
-def column_to_arrow(value: Any) -> pa.Array:
-    """One column as an Arrow array; Python objects travel as JSON text."""
-    import pyarrow as pa
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return tensor_to_arrow(value)
-    if isinstance(value, Ragged):
-        return value.to_arrow()
-    if isinstance(value, tuple):
-        try:
-            return pa.array([json.dumps(v) for v in value], pa.large_string())
-        except TypeError as error:
-            raise BatchError("A column of Python objects cannot travel", expected="JSON values", received=error) from None
-    raise TypeError(f"not a column: {type(value).__name__}")
-
-
-def column_from_arrow(array: pa.Array) -> Any:
-    """The inverse of :func:`column_to_arrow`."""
-    import pyarrow as pa
-
-    if isinstance(array, pa.ChunkedArray):
-        array = array.combine_chunks() if array.num_chunks != 1 else array.chunk(0)
-    if pa.types.is_large_string(array.type):
-        return tuple(json.loads(v) for v in array.to_pylist())
-    if pa.types.is_large_list(array.type):
-        return Ragged.from_arrow(array)
-    return arrow_to_tensor(array)
-

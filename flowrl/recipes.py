@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import inspect
+import re
 import sys
+import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +19,13 @@ from flowrl.run import Experiment
 
 P = ParamSpec("P")
 
+FLAG_TYPES = "int, float, str, bool, Path, an Enum, a Literal of texts, a list of them, or one of these or None"
+
 
 def recipe(function: Callable[P, Experiment]) -> Callable[P, Experiment]:
     """Mark the function of a file that ``flowrl run FILE`` calls.
+
+    Its parameters become flags; an ``Args:`` section of its docstring explains them in ``--help``.
 
     Example::
 
@@ -48,27 +56,47 @@ def load_recipe(path: Path) -> Callable[..., Experiment]:
         )
     module = _import_file(path)
     found = [v for v in vars(module).values() if getattr(v, "__flowrl_recipe__", False)]
-    if len(found) != 1:
+    own = [v for v in found if v.__module__ == module.__name__] or found
+    if len(own) != 1:
         raise FlowError(
             f"{path} does not hold one recipe",
             expected="one function decorated with @flowrl.recipe",
-            received=f"{len(found)}",
-            do="decorate the function that returns the Experiment",
+            received=", ".join(v.__name__ for v in own) or "none",
+            do="decorate the function that returns the Experiment" if not own else "put each into a file of its own",
         )
-    return found[0]
+    return own[0]
 
 
 def _import_file(path: Path) -> ModuleType:
+    """Import as `python FILE` does: files beside it can be imported by name."""
     import cloudpickle
 
     name = f"flowrl_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise FlowError(f"{path} is not a Python file", expected="a name that ends in .py", received=path.name)
     module = importlib.util.module_from_spec(spec)
+    folder = path.parent.resolve()
+    before = set(sys.modules)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent.resolve()))  # as `python FILE` does
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)  # no other process can import it by this name
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        if "no known parent package" in str(error):
+            raise FlowError(
+                f"{path} imports a file beside it as if it were in a package",
+                expected="`import helper` or `from helper import …`",
+                received=str(error),
+                do="leave out the dot: a recipe is run as `python FILE` is",
+            ) from error
+        raise
+    # No other process can import these by name: what they define travels by value.
+    for each in [name, *(set(sys.modules) - before)]:
+        file = getattr(sys.modules[each], "__file__", None)
+        if file is not None and Path(file).resolve().is_relative_to(folder) and "site-packages" not in file:
+            cloudpickle.register_pickle_by_value(sys.modules[each])
     return module
 
 
@@ -96,10 +124,45 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """
     signature = inspect.signature(function, eval_str=True)
     for parameter in signature.parameters.values():
-        if parameter.annotation is parameter.empty:
+        starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if starred or parameter.kind is parameter.POSITIONAL_ONLY or not _is_flag_type(parameter.annotation):
             raise FlowError(
-                f"Parameter {parameter.name!r} of recipe {function.__name__} has no annotation",
-                expected="int, float, str, bool, Path, Literal or an optional one of them",
-                received="nothing",
+                f"Parameter {str(parameter)!r} of recipe {function.__name__} cannot become a flag",
+                expected=FLAG_TYPES,
+                received="no annotation" if parameter.annotation is parameter.empty else str(parameter.annotation),
+                do="annotate it, or take it out of the parameters",
             )
     return dict(signature.parameters)
+
+
+def _is_flag_type(annotation: Any) -> bool:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _is_flag_type(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        rest = [t for t in inner if t is not type(None)]
+        return len(rest) == 1 and _is_flag_type(rest[0])
+    if origin is typing.Literal:
+        return all(isinstance(v, str) for v in inner)
+    if origin is list:
+        return len(inner) == 1 and _is_flag_type(inner[0])
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return True
+    return annotation in (int, float, str, bool, Path)
+
+
+def parameter_help(function: Callable[..., Any]) -> dict[str, str]:
+    """What the ``Args:`` section of a docstring says of each parameter."""
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", inspect.getdoc(function) or "", re.MULTILINE)
+    found: dict[str, str] = {}
+    name, indent = "", None
+    for line in section.group(1).splitlines() if section else ():
+        depth = len(line) - len(line.lstrip())
+        indent = depth if indent is None else indent
+        entry = re.match(r"\s*(\w+)(?: \(.*?\))?:\s*(.*)", line)
+        if entry is not None and depth == indent:
+            name = entry.group(1)
+            found[name] = entry.group(2)
+        elif name and line.strip():
+            found[name] += " " + line.strip()
+    return found

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
+from flowrl.annotations import edge_types, is_edge_annotation, type_name
 from flowrl.batches import OldLogprobs, RefLogprobs, Values
 from flowrl.errors import GraphError
-from flowrl.graph import Ref, edge_types, is_edge_annotation, type_name, user_location
+from flowrl.graph import Ref, user_location
 from flowrl.models import AnyModel, Model, ValueModel
-from flowrl.nodes.base import Node, as_node
+from flowrl.nodes.base import Node
+from flowrl.nodes.function import NodeLike, as_node
 
 
 class _Pool:
@@ -27,10 +29,9 @@ class _Pool:
     def find(self, types: tuple[type, ...]) -> list[tuple[str, Any]]:
         found = [(name, ref) for name, ref in self.made if issubclass(_type_of(ref), types)]
         if not found:
-            for made_type, factory in list(self.factories.items()):
-                if issubclass(made_type, types):
-                    del self.factories[made_type]
-                    found.append((made_type.__name__, self.add(made_type.__name__, factory())))
+            for made_type in [t for t in self.factories if issubclass(t, types)]:
+                made = self.factories.pop(made_type)()
+                found.append((made_type.__name__, self.add(made_type.__name__, made)))
         return found
 
     def describe(self) -> str:
@@ -44,73 +45,113 @@ def _type_of(ref: Ref) -> type:
 
 def wire(
     *,
-    rollout: Any,
-    rewards: Sequence[Any],
-    advantage_estimator: Any,
-    policy_updater: Any,
+    rollout: NodeLike | None,
+    rewards: Sequence[NodeLike],
+    advantage_estimator: NodeLike | None,
+    policy_updater: NodeLike | None,
     critic: AnyModel | None,
-    critic_updater: Any,
+    critic_updater: NodeLike | None,
     reference: AnyModel | None,
     prompts: Any,
 ) -> list[Any]:
     """The outputs of the short form. See :class:`flowrl.flow.RLFlow` for what is wired to what."""
-    from flowrl.nodes import Critic, PolicyLogprobs, ReferenceLogprobs, ValueUpdater, WeightedSum
+    from flowrl.nodes import Critic, WeightedSum
 
-    parts = {"rollout": rollout, "reward": list(rewards) or None, "advantage_estimator": advantage_estimator, "policy_updater": policy_updater}
-    missing = [name for name, part in parts.items() if part is None]
-    if missing:
-        raise GraphError(
-            f"RLFlow lacks {', '.join(missing)}",
-            expected="rollout, reward (or reward_models), advantage_estimator and policy_updater",
-            received=", ".join(n for n in parts if n not in missing) or "none of them",
-            do="give the missing part, or compose the flow by hand: RLFlow.from_outputs(…)",
-            where=user_location(),
+    if rollout is None or not rewards or advantage_estimator is None or policy_updater is None:
+        _refuse_missing(
+            rollout=rollout,
+            reward=rewards or None,
+            advantage_estimator=advantage_estimator,
+            policy_updater=policy_updater,
         )
     rollout_node, estimator, updater = as_node(rollout), as_node(advantage_estimator), as_node(policy_updater)
-    policy = _policy_of(rollout_node)
+    policy = getattr(updater, "model", None) or _policy_of(rollout_node)
     pool = _Pool()
     pool.add("source", prompts)
     rollouts = pool.add("rollout", _connect(rollout_node, pool))
-    # Reward nodes see the rollouts and what can be made from them, not each other.
-    reward_refs = [_connect(as_node(part), pool) for part in rewards]
-    pool.add("reward", reward_refs[0] if len(reward_refs) == 1 else WeightedSum()(*reward_refs))
-
-    frozen = reference or (policy.frozen() if isinstance(policy, Model) else policy)
-    pool.factories[OldLogprobs] = lambda: PolicyLogprobs(policy)(rollouts)
-    pool.factories[RefLogprobs] = lambda: ReferenceLogprobs(frozen)(rollouts)
+    _offer_logprobs(pool, rollouts, policy, reference)
     critics: list[AnyModel] = []
 
     def make_values() -> Any:
-        model = critic or (ValueModel.from_policy(policy) if isinstance(policy, Model) else None)
-        if model is None:
-            raise GraphError("RLFlow needs a critic", expected="critic=ValueModel(…)", received="a derived policy", where=user_location())
-        critics.append(model)
-        return Critic(model)(rollouts)
+        critics.append(critic or _started_from(policy))
+        return Critic(critics[0])(rollouts)
 
     pool.factories[Values] = make_values
+    # Reward nodes see the rollouts and what can be made from them, not each other.
+    reward_refs = [_connect(as_node(part), pool) for part in rewards]
+    pool.add("reward", reward_refs[0] if len(reward_refs) == 1 else WeightedSum()(*reward_refs))
     pool.add("advantage_estimator", _connect(estimator, pool))
-    if getattr(updater, "model", policy) is None:
-        updater = replace(updater, model=policy)
-    outputs = [_connect(updater, pool, also=(RefLogprobs,) if reference is not None else ())]
+    outputs = [_connect(_training(updater, policy), pool, also=(RefLogprobs,) if reference is not None else ())]
     if critics:
-        value_updater = as_node(critic_updater) if critic_updater is not None else ValueUpdater(critics[0])
-        if getattr(value_updater, "model", None) is None:
-            value_updater = replace(value_updater, model=critics[0])  # type: ignore[call-arg]
-        outputs.append(_connect(value_updater, pool))
-    elif critic is not None:
+        outputs.append(_connect(_training(_critic_updater(critic_updater), critics[0]), pool))
+    elif critic is not None or critic_updater is not None:
         raise GraphError(
             f"RLFlow is given a critic, but {estimator.name} takes no Values",
             expected="an advantage_estimator with a Values argument, such as GAE()",
             received=estimator.name,
             where=user_location(),
         )
+    if reference is not None and RefLogprobs in pool.factories:
+        raise GraphError(
+            "RLFlow is given a reference, but no part asks for reference log-probs",
+            expected="a KL coefficient, as in GAE(kl_coef=0.05), or an updater with RefLogprobs, as GRPOUpdater()",
+            received=f"{estimator.name} and {updater.name}",
+            where=user_location(),
+        )
     return outputs
 
 
-def _policy_of(node: Node) -> AnyModel:
+def _refuse_missing(**parts: Any) -> NoReturn:
+    missing = [name for name, part in parts.items() if part is None]
+    raise GraphError(
+        f"RLFlow lacks {', '.join(missing)}",
+        expected="rollout, reward (or reward_models), advantage_estimator and policy_updater",
+        received=", ".join(n for n in parts if n not in missing) or "none of them",
+        do="give the missing part, or compose the flow by hand: RLFlow.from_outputs(…)",
+        where=user_location(),
+    )
+
+
+def _offer_logprobs(pool: _Pool, rollouts: Any, policy: AnyModel, reference: AnyModel | None) -> None:
+    from flowrl.nodes import PolicyLogprobs, ReferenceLogprobs
+
+    pool.factories[OldLogprobs] = lambda: PolicyLogprobs(policy)(rollouts)
+    pool.factories[RefLogprobs] = lambda: ReferenceLogprobs(reference or policy.frozen())(rollouts)
+
+
+def _started_from(policy: AnyModel) -> ValueModel:
+    if isinstance(policy, Model):
+        return ValueModel.from_policy(policy)
+    raise GraphError(
+        "RLFlow cannot start a critic from a derived Model",
+        expected="critic=ValueModel(…)",
+        received=repr(policy),
+        where=user_location(),
+    )
+
+
+def _critic_updater(given: NodeLike | None) -> Node:
+    from flowrl.nodes import ValueUpdater
+
+    return as_node(given) if given is not None else ValueUpdater()
+
+
+def _training(updater: Node, model: AnyModel) -> Node:
+    """The updater, with this Model where it has none."""
+    if getattr(updater, "model", model) is None:
+        return replace(updater, model=model)  # type: ignore[call-arg]
+    return updater
+
+
+def _policy_of(node: Node) -> Any:
     for model in node.models():
-        return model  # type: ignore[return-value]
-    raise GraphError(f"{node.name} has no Model", expected="a rollout node with the policy among its fields", received=repr(node), where=user_location())
+        return model
+    raise GraphError(
+        f"{node.name} has no Model",
+        expected="a rollout node with the policy among its fields",
+        received=repr(node),
+        where=user_location(),
+    )
 
 
 def _connect(node: Node, pool: _Pool, also: tuple[type, ...] = ()) -> Any:
@@ -143,5 +184,3 @@ def _connect(node: Node, pool: _Pool, also: tuple[type, ...] = ()) -> Any:
             )
         arguments[port.name] = found[0][1]
     return node(**arguments)
-
-

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowrl.errors import UnsupportedError
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -17,9 +19,17 @@ class Cluster:
     device: str = "cpu"
     num_devices: int = 1
 
+    def __post_init__(self) -> None:
+        if self.num_devices != 1:
+            raise UnsupportedError(
+                "This version plans for one device", expected="num_devices=1", received=self.num_devices
+            )
+
     @classmethod
     def detect(cls) -> Cluster:
         """The best single device of this machine."""
-        import torch
-
+        try:
+            import torch
+        except ImportError:  # a machine that only plans
+            return cls("cpu")
         return cls("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flowrl.compiler.cluster import Cluster
@@ -16,9 +17,12 @@ from flowrl.compiler.plan import (
     ProgramCall,
 )
 from flowrl.display import graph_svg
-from flowrl.flow import RLFlow, follower_label
-from flowrl.graph import Ref
+from flowrl.errors import FlowError
+from flowrl.flow import RLFlow
+from flowrl.graph import Call, Ref
 from flowrl.models import BaseModel, DerivedModel, Model
+from flowrl.stable_text import stable_text
+from flowrl.weight_edges import follower_label, owner
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 
@@ -34,32 +38,17 @@ def compile(
 
     Raises:
         CheckError: the flow breaks rules; all of them are in the message.
+        FlowError: ``micro_batch_tokens`` is not a positive number.
     """
+    if micro_batch_tokens < 1:
+        raise FlowError("micro_batch_tokens cannot work", expected="at least 1", received=micro_batch_tokens)
     flow.check().raise_if_broken()
     cluster = cluster or Cluster.detect()
     elided = elided_calls(flow)
     order = flow.execution_order()
-    writer_of = {
-        id(thing): flow.label(call) for call in flow.calls for thing in call.node.writes()
-    }
-    writer_of.update({id(m): follower_label(m) for m in flow.followers})
     plan = Plan(
-        calls=tuple(
-            PlannedCall(
-                label=flow.label(call),
-                node=call.node.name,
-                kind=call.node.kind,
-                arguments=tuple(
-                    (name, tuple(str(b) for b in _as_tuple(_bind(flow, value)))) for name, value in call.arguments.items()
-                ),
-                reads=tuple(t.name for t in flow.effective_reads(call) if t not in call.node.writes()),
-                writes=tuple(t.name for t in call.node.writes()),
-                device=cluster.device,
-                elided=elided.get(flow.label(call), ""),
-            )
-            for call in order
-        ),
-        models=tuple(_planned_model(m, cluster, writer_of.get(id(m), "")) for m in flow.models),
+        calls=tuple(_planned_call(flow, call, cluster, elided) for call in order),
+        models=_planned_models(flow, cluster),
         weight_edges=tuple(
             PlannedWeightEdge(e.model, e.writer, e.reader, e.max_staleness)
             for e in flow.weight_edges
@@ -74,12 +63,8 @@ def compile(
         graph.nodes[label]["elided"] = True
     return Program(
         calls=tuple(
-            ProgramCall(
-                flow.label(call),
-                call.node,
-                {name: _bind(flow, value) for name, value in call.arguments.items()},
-            )
-            for call in order
+            ProgramCall(flow.label(c), c.node, {name: _bind(flow, value) for name, value in c.arguments.items()})
+            for c in order
         ),
         outputs=tuple(Binding(flow.label(ref), ref._path) for ref in flow.outputs),
         models=flow.models,
@@ -89,20 +74,37 @@ def compile(
     )
 
 
-def _bind(flow: RLFlow, value: Any) -> Any:
+def _planned_call(flow: RLFlow, call: Call, cluster: Cluster, elided: Mapping[str, str]) -> PlannedCall:
+    label, writes = flow.label(call), call.node.writes()
+    arguments = [(name, value if isinstance(value, tuple) else (value,)) for name, value in call.arguments.items()]
+    return PlannedCall(
+        label=label,
+        node=call.node.name,
+        kind=call.node.kind,
+        settings=tuple((name, stable_text(value)) for name, value in call.node.settings().items()),
+        arguments=tuple((name, tuple(str(_bind(flow, ref)) for ref in refs)) for name, refs in arguments),
+        reads=tuple(thing.name for thing in flow.effective_reads(call) if thing not in writes),
+        writes=tuple(thing.name for thing in writes),
+        device=cluster.device,
+        elided=elided.get(label, ""),
+    )
+
+
+def _bind(flow: RLFlow, value: Ref | tuple[Ref, ...]) -> Any:
     if isinstance(value, tuple):
         return tuple(_bind(flow, v) for v in value)
-    assert isinstance(value, Ref)
     return Binding(flow.label(value), value._path)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _planned_models(flow: RLFlow, cluster: Cluster) -> tuple[PlannedModel, ...]:
+    writer_of = {id(owner(t)): flow.label(call) for call in flow.calls for t in call.node.writes()}
+    writer_of.update({id(m): follower_label(m) for m in flow.followers})
+    return tuple(_planned_model(m, cluster, writer_of.get(id(owner(m)), "")) for m in flow.models)
 
 
 def _planned_model(model: BaseModel, cluster: Cluster, writer: str) -> PlannedModel:
     base: Any = model.base if isinstance(model, DerivedModel) else model
-    assert isinstance(base, Model)
+    assert isinstance(base, Model), "checks.possible_settings lets no derived Model of a derived one through"
     return PlannedModel(
         name=model.name,
         kind=model.kind if model.kind != "policy" else base.kind,

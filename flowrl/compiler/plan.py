@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flowrl.errors import FlowError
+from flowrl.errors import FlowError, nearest
 from flowrl.models import BaseModel, State
 
 if TYPE_CHECKING:
@@ -37,13 +37,20 @@ class PlannedCall:
     """One call as the plan sees it.
 
     Args:
+        node: the class of the node.
+        kind: its kind.
+        settings: (name, text) of its settings, as :func:`flowrl.stable_text.stable_text` writes them.
         arguments: (name, bindings): one binding, or several for ``*args``.
+        reads: names of Models and States that it reads and does not write.
+        writes: names of Models and States that it writes.
+        device: where it runs.
         elided: why the call is left out; "" where it runs.
     """
 
     label: str
     node: str
     kind: str
+    settings: tuple[tuple[str, str], ...]
     arguments: tuple[tuple[str, tuple[str, ...]], ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -53,7 +60,15 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """One Model as the plan sees it."""
+    """One Model as the plan sees it.
+
+    Args:
+        kind: "policy", "value" or "reward".
+        dtype: of the parameters.
+        autocast: of matrix products; None for ``dtype`` itself.
+        engine: what holds it.
+        writer: label of the call, or of the derived writer, that writes it; "" where nobody does.
+    """
 
     name: str
     kind: str
@@ -66,7 +81,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlannedWeightEdge:
-    """A (writer → reader) pair; ``lag`` is how many versions behind the reader may be."""
+    """A (writer → reader) pair: in iteration i the reader uses a version in [i − max_staleness, i]."""
 
     model: str
     writer: str
@@ -76,7 +91,16 @@ class PlannedWeightEdge:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the compiler made of a flow: calls in execution order, weight edges, elided calls, derived writers, devices."""
+    """What the compiler made of a flow: frozen, comparable, JSON.
+
+    Args:
+        calls: in execution order; those that are left out say why.
+        models: in order of first use.
+        weight_edges: of the calls that run.
+        derived_writers: (label, name of the base) of what makes Snapshots and Emas follow.
+        micro_batch_tokens: token budget of one forward pass in training and scoring.
+        device: what the calls run on.
+    """
 
     calls: tuple[PlannedCall, ...]
     models: tuple[PlannedModel, ...]
@@ -108,6 +132,7 @@ class Plan:
             PlannedCall(
                 **{
                     **c,
+                    "settings": tuple((name, text) for name, text in c["settings"]),
                     "arguments": tuple((name, tuple(bindings)) for name, bindings in c["arguments"]),
                     "reads": tuple(c["reads"]),
                     "writes": tuple(c["writes"]),
@@ -119,7 +144,7 @@ class Plan:
             calls=calls,
             models=tuple(PlannedModel(**m) for m in raw["models"]),
             weight_edges=tuple(PlannedWeightEdge(**e) for e in raw["weight_edges"]),
-            derived_writers=tuple((a, b) for a, b in raw["derived_writers"]),
+            derived_writers=tuple((label, base) for label, base in raw["derived_writers"]),
             micro_batch_tokens=raw["micro_batch_tokens"],
             device=raw["device"],
         )
@@ -177,7 +202,16 @@ class ProgramCall:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The labelled calls in execution order, the outputs, and the Plan: all that a runtime needs."""
+    """The labelled calls in execution order, the outputs, and the Plan: all that a runtime needs.
+
+    Args:
+        calls: in execution order.
+        outputs: what the flow was made from.
+        models: every Model that a call reads or writes, and the bases of derived ones.
+        states: every State that a call reads or writes.
+        plan: what the compiler decided.
+        graph_svg: the picture of the flow.
+    """
 
     calls: tuple[ProgramCall, ...]
     outputs: tuple[Binding, ...]
@@ -187,8 +221,15 @@ class Program:
     graph_svg: str = field(default="", repr=False)
 
     def call(self, label: str) -> ProgramCall:
-        """The call of this label."""
-        return next(c for c in self.calls if c.label == label)
+        """The call of this label.
+
+        Raises:
+            FlowError: there is none; the nearest label is offered.
+        """
+        for call in self.calls:
+            if call.label == label:
+                return call
+        raise FlowError(f"No call is labelled {label!r}", do=nearest(label, [c.label for c in self.calls]))
 
     def elided(self) -> dict[str, str]:
         """Labels of calls that are left out, with the reason."""
@@ -202,7 +243,11 @@ class Program:
 
 
 def load_program(data: bytes) -> Program:
-    """A program from :meth:`Program.to_bytes`. Only load what you trust: it is a pickle."""
+    """A program from :meth:`Program.to_bytes`. Only load what you trust: it is a pickle.
+
+    Raises:
+        FlowError: the bytes hold something else.
+    """
     import pickle
 
     program: Any = pickle.loads(data)

@@ -255,8 +255,8 @@ def _assign_x(layers: list[list[Item]], gap: float, bend_gap: float) -> float:
                 wanted.append(sum(x * w for x, w in pulls) / weight if weight else item.x)
                 weights.append(weight or 0.1)
             steps = [0.0]
-            for left, right in pairwise(layer):
-                steps.append(steps[-1] + apart(left, right))
+            for item, following in pairwise(layer):
+                steps.append(steps[-1] + apart(item, following))
             placed = _isotonic([w - s for w, s in zip(wanted, steps, strict=True)], weights)
             for item, x, step in zip(layer, placed, steps, strict=True):
                 item.x = x + step

@@ -173,8 +173,9 @@ class _Router:
 
     def _place_direct(self, line: WeightLine) -> None:
         writer, reader = self._box(line.writer), self._box(line.reader)
-        start = (writer.x + writer.width / 4, self.routes.middle(writer) + writer.height / 2)
-        end = (reader.x + reader.width / 4, self.routes.middle(reader) - reader.height / 2)
+        aside = min(writer.width, reader.width) / 4  # not where data edges leave and arrive
+        start = (writer.x + aside, self.routes.middle(writer) + writer.height / 2)
+        end = (reader.x + aside, self.routes.middle(reader) - reader.height / 2)
         self.routes.weights.append([start, end])
         x, y = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
         self.routes.labels.append((x, y, line.text, line.model))

@@ -72,7 +72,7 @@ def element(name: str, *children: str, **attributes: Any) -> str:
 
 
 def _attribute(value: Any) -> str:
-    return coordinate(value) if isinstance(value, int | float) else escape(value, 20_000)
+    return coordinate(value) if isinstance(value, int | float) else escape(value, 1_000_000)
 
 
 def label(x: float, y: float, content: str, *, size: float = 11, fill: str = INK, **attributes: Any) -> str:

@@ -83,9 +83,7 @@ def _rewards_of_actions(rewards: Tensor, mask: Ragged) -> Tensor:
     before = torch.cummax(torch.where(selected, place, -1), 0).values
     inside = before >= mask.offsets[:-1][row]
     nowhere = len(rewards)
-    first = torch.full((mask.num_rows,), nowhere).scatter_reduce(
-        0, row, torch.where(selected, place, nowhere), "amin"
-    )
+    first = torch.full((mask.num_rows,), nowhere).scatter_reduce(0, row, torch.where(selected, place, nowhere), "amin")
     target = torch.where(inside, before, first[row])
     found = target < nowhere
     return torch.zeros_like(rewards).index_add(0, target[found], rewards[found])
@@ -129,6 +127,4 @@ def spread_over_tokens(rows: Tensor, mask: Ragged) -> Ragged:
     """A number a row (``[num_rows]``) at each of its policy tokens: response layout, 0 at observations."""
     import torch
 
-    return mask.with_values(
-        torch.where(mask.values.bool(), rows[mask.row_of_value], torch.zeros((), dtype=rows.dtype))
-    )
+    return mask.with_values(torch.where(mask.values.bool(), rows[mask.row_of_value], torch.zeros((), dtype=rows.dtype)))

@@ -54,9 +54,7 @@ def aggregate(losses: Tensor, mask: Ragged, mode: str, scale: float = 1.0) -> tu
     if losses.dtype in (torch.bfloat16, torch.float16):
         losses = losses.float()
     device = losses.device
-    selected = torch.where(
-        mask.values.bool().to(device), losses, torch.zeros((), dtype=losses.dtype, device=device)
-    )
+    selected = torch.where(mask.values.bool().to(device), losses, torch.zeros((), dtype=losses.dtype, device=device))
     if mode == "seq-mean-token-mean":
         tokens = _tokens_per_row(mask).clamp(min=1)
         selected = selected / tokens[mask.row_of_value].to(selected)

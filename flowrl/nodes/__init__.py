@@ -1,9 +1,10 @@
 """The nodes that flows are composed of."""
 
 from flowrl.nodes.advantage import GAE, GroupAdvantage
-from flowrl.nodes.base import Node, node
+from flowrl.nodes.base import Node
 from flowrl.nodes.critic import Critic
 from flowrl.nodes.filter import DropUniformGroups, Filter
+from flowrl.nodes.function import node
 from flowrl.nodes.logprobs import PolicyLogprobs, ReferenceLogprobs
 from flowrl.nodes.loss import Current, Loss, LossTerm, TokenLoss, loss
 from flowrl.nodes.policy_losses import GRPOLoss, PPOLoss, SFTLoss, ValueLoss

@@ -188,9 +188,7 @@ class GroupAdvantage(Node):
         )
 
 
-def kept_rows(
-    rollouts: Rollouts, rewards: Rewards, invalid: Invalid, *, node: str, smallest_group: int = 1
-) -> Tensor:
+def kept_rows(rollouts: Rollouts, rewards: Rewards, invalid: Invalid, *, node: str, smallest_group: int = 1) -> Tensor:
     """int64 indices of the rows to use, in order; reports how many were dropped.
 
     Args:

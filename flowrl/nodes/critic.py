@@ -29,8 +29,5 @@ class Critic(Node):
         return [f"model is {self.model!r}; expected a ValueModel, or a ValueHead on a policy"]
 
     def __call__(self, sequences: Sequences) -> Values:
-        if isinstance(self.model, ValueHead):
-            values = self.model.base.bound_engine().values(sequences, head=self.model.name)
-        else:
-            values = self.model.bound_engine().values(sequences)
+        values = self.model.bound_engine().values(sequences)
         return Values(sequences.prompt_id, sequences.sample_id, values)

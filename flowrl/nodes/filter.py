@@ -30,7 +30,8 @@ class Filter(Node):
             limit: int = 512
 
             def __call__(self, rollouts: Rollouts) -> Rollouts:
-                longest = group_max(rollouts.prompt_id, rollouts.response_lengths)
+                groups = flowrl.functional.grouping.Groups.of(rollouts.prompt_id)
+                longest = groups.max(rollouts.response_lengths)[groups.index]
                 return rollouts.select((longest <= self.limit).nonzero().flatten())
     """
 

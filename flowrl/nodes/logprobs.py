@@ -19,14 +19,18 @@ class _Logprobs(Node):
     temperature: float | None = None
 
     kind: ClassVar[str] = "logprobs"
+    wants_kind: ClassVar[str | None] = "policy"
 
     def problems(self) -> Iterable[str]:
         if self.temperature is not None and not self.temperature > 0:
             yield f"temperature is {self.temperature}; expected more than 0, or None for that of the rollouts"
 
+    def _temperature(self, sequences: Sequences) -> float:
+        return scoring_temperature(sequences) if self.temperature is None else self.temperature
+
     def _score(self, sequences: Sequences) -> tuple[Ragged, LogprobOrigin]:
         engine = self.model.bound_engine()
-        temperature = scoring_temperature(sequences) if self.temperature is None else self.temperature
+        temperature = self._temperature(sequences)
         origin = engine.origin(temperature=temperature)
         return engine.logprobs(sequences, temperature=temperature).logprobs, origin
 
@@ -48,6 +52,16 @@ class PolicyLogprobs(_Logprobs):
         logprobs, origin = self._score(sequences)
         _report_gap(sequences, logprobs, origin)
         return OldLogprobs(sequences.prompt_id, sequences.sample_id, logprobs, origin)
+
+    def placeholder(self, sequences: Sequences) -> OldLogprobs:
+        """What stands on the edge when the plan leaves this call out: no values, only the promise that they are
+        the current policy's own (:meth:`flowrl.nodes.loss.Current.old`)."""
+        import torch
+
+        layout = sequences.response_tokens
+        missing = layout.with_values(torch.full((len(layout.values),), torch.nan))
+        origin = self.model.bound_engine().origin(temperature=self._temperature(sequences))
+        return OldLogprobs(sequences.prompt_id, sequences.sample_id, missing, origin, is_current=True)
 
 
 class ReferenceLogprobs(_Logprobs):

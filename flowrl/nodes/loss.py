@@ -1,31 +1,33 @@
-"""Loss terms: what an updater minimises. A term names its inputs and gives (sum, count) pairs; the runtime normalises once
-over the whole optimiser batch, so that micro-batches and data parallelism cannot change a gradient.
+"""Loss terms: what an updater minimises. A term names its inputs and gives (sum, count) pairs; the runtime normalises
+once over the whole optimiser batch, so that micro-batches and data parallelism cannot change a gradient.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, get_args, overload
 
-from flowrl.batches import Batch, OldLogprobs, Sequences
+from flowrl.annotations import edge_types, is_edge_annotation, resolve_hints
+from flowrl.batches import Advantages, Batch, OldLogprobs, Sequences
+from flowrl.columns import select_rows
+from flowrl.errors import GraphError
+from flowrl.graph import user_location
 from flowrl.models import BaseModel
-from flowrl.nodes.base import Node, node_from_function
+from flowrl.nodes.base import Join, Node
+from flowrl.nodes.function import NodeFunction, call_function, node_from_function
 from flowrl.ragged import Ragged
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 P = ParamSpec("P")
 
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
-#: By name, (sum, count). The objective is called "loss"; the rest are metrics and carry no gradient. A count of None says
-#: that the sum over the optimiser batch is the number itself ("token-sum"): it is not divided.
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+#: By name, (sum, count). The objective is called "loss"; the rest are metrics and carry no gradient. A count of None
+#: says that the sum over the optimiser batch is the number itself ("token-sum"): it is not divided.
 Sums = dict[str, tuple["Tensor", "Tensor | None"]]
 
 
@@ -46,8 +48,9 @@ class Current:
     values: Tensor | None = None
 
     def at_policy_tokens(self) -> Current:
-        """The same with 0 selected where the policy wrote no token. A loss may then be NaN there: neither its value (selected
-        away by the aggregation) nor its gradient (NaN × 0 is NaN, but this select passes back a plain 0) can get out."""
+        """The same with 0 selected where the policy wrote no token. A loss may then be NaN there: neither its value
+        (selected away by the aggregation) nor its gradient (NaN × 0 is NaN, but this select passes back a plain 0)
+        can get out."""
         import torch
 
         mask = self.loss_mask.values.bool()
@@ -60,10 +63,18 @@ class Current:
         )
 
     def old(self, old_logprobs: OldLogprobs) -> Tensor:
-        """float32 ``[num_tokens]``: the log-probs before the update; the current ones, detached, where the plan found them
-        equal and left their computation out."""
+        """float32 ``[num_tokens]``: the log-probs before the update; the current ones, detached, where the plan left
+        their computation out, because they are equal."""
+        return self.filled(old_logprobs).old_logprobs.values
+
+    def filled(self, value: Any) -> Any:
+        """An input of a loss; old log-probs that the plan left out are filled in with the current ones, detached."""
+        if not (isinstance(value, OldLogprobs) and value.is_current):
+            return value
         assert self.logprobs is not None
-        return self.logprobs.detach() if old_logprobs.is_current else old_logprobs.old_logprobs.values
+        return replace(
+            value, old_logprobs=value.old_logprobs.with_values(self.logprobs.detach().float()), is_current=False
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -92,8 +103,9 @@ class LossTerm(Batch):
     def num_rows(self) -> int:
         return self.sequences.num_rows
 
-    def select(self, index: torch.Tensor) -> LossTerm:
-        return LossTerm(self.loss, {k: v.select(index) if isinstance(v, Batch) else v for k, v in self.inputs.items()})
+    def select(self, index: Tensor | Sequence[int]) -> LossTerm:
+        """The same loss on the rows of int64 ``index`` ``[k]``, in its order."""
+        return LossTerm(self.loss, {k: select_rows(v, index) for k, v in self.inputs.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +139,17 @@ class Loss(Node):
     #: What must stay together in one optimiser batch and one micro-batch: "row", "pair" or "group".
     couples: ClassVar[str] = "row"
 
+    @classmethod
+    def check_class(cls) -> None:
+        inputs = [t for port in cls.ports for t in edge_types(port.annotation)[0]]
+        if cls.ports and not any(issubclass(t, Sequences) for t in inputs):
+            raise GraphError(
+                f"Loss {cls.__name__} has no sequences to train on",
+                expected="an input that is Rollouts, Demonstrations, Preferences or another kind of Sequences",
+                received=", ".join(map(str, cls.ports)),
+                where=user_location(),
+            )
+
     def term(self, **inputs: Any) -> LossTerm:
         """Bind the inputs: what ``__call__`` of a loss returns."""
         return LossTerm(self, {k: v for k, v in inputs.items() if v is not None})
@@ -140,8 +163,8 @@ class Loss(Node):
         return None
 
     def count(self, **inputs: Any) -> float | None:
-        """The denominator of the objective over these rows. It may not depend on the Model being trained; counts of disjoint
-        row sets add up. None: the objective is a plain sum, divided by nothing."""
+        """The denominator of the objective over these rows. It may not depend on the Model being trained; counts of
+        disjoint row sets add up. None: the objective is a plain sum, divided by nothing."""
         raise NotImplementedError
 
     def sums(self, current: Current, constants: Any, **inputs: Any) -> Sums:
@@ -161,7 +184,7 @@ class TokenLoss(Loss):
     scale: float = field(default=1.0, kw_only=True)
 
     def token_losses(self, current: Current, **inputs: Any) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """float32 ``[num_tokens]`` in response layout, and metrics of the same shape that are averaged over policy tokens.
+        """float32 ``[num_tokens]`` in response layout, and metrics of that shape, averaged over policy tokens.
         Values outside of the loss mask do not matter, not even NaN."""
         raise NotImplementedError
 
@@ -176,6 +199,7 @@ class TokenLoss(Loss):
 
         if constants is not None:
             inputs["constants"] = constants
+        inputs = {name: current.filled(value) for name, value in inputs.items()}
         result = self.token_losses(current.at_policy_tokens(), **inputs)
         losses, metrics = result if isinstance(result, tuple) else (result, {})
         out: Sums = {"loss": aggregate(losses, current.loss_mask, self.aggregation, scale=self.scale)}
@@ -184,33 +208,60 @@ class TokenLoss(Loss):
         return out
 
     def problems(self) -> list[str]:
-        known = Aggregation.__args__  # type: ignore[attr-defined]
+        known = get_args(Aggregation)
         found = [] if self.aggregation in known else [f"aggregation is {self.aggregation!r}; expected one of {known}"]
         return found + ([] if self.scale > 0 else [f"scale is {self.scale}; expected more than 0"])
 
 
-def loss(function: Callable[Concatenate[Current, P], Tensor]) -> Callable[P, LossTerm]:
-    """Make a token loss of a function of the current policy, its inputs and settings.
+@overload
+def loss(function: Callable[Concatenate[Current, P], Any]) -> NodeFunction[P, LossTerm]: ...
+@overload
+def loss(
+    *, requires: Iterable[str] = ..., couples: str = ..., joins: Mapping[str, Join] = ...
+) -> Callable[[Callable[Concatenate[Current, P], Any]], NodeFunction[P, LossTerm]]: ...
+def loss(function: Any = None, **options: Any) -> Any:
+    """Make a token loss of a function of the current policy, its inputs and settings. It returns float32
+    ``[num_tokens]`` in response layout, or that and a dict of metrics of the same shape.
+
+    Args:
+        requires: what it reads from the Model being trained: "logprobs" (default), "entropy", "values".
+        couples: what must stay together in one optimiser batch: "row" (default), "pair" or "group".
+        joins: as of every node. By default the rows of an ``Advantages`` input are those that are trained on, and the
+            other inputs may hold more.
 
     Example::
 
         @flowrl.loss
-        def reinforce(current: Current, rollouts: Rollouts, advantages: Advantages, scale: float = 1.0) -> Tensor:
-            return -scale * advantages.advantages.values * current.logprobs
+        def reinforce(current: Current, rollouts: Rollouts, advantages: Advantages, bonus: float = 0.0) -> Tensor:
+            return -(advantages.advantages.values + bonus) * current.logprobs
 
         Updater(actor)(reinforce(rollouts, advantages))
     """
+    localns = sys._getframe(1).f_locals
+    if "requires" in options:
+        options["requires"] = frozenset(options["requires"])
+    if function is None:
+        return functools.partial(_loss_from_function, localns=localns, options=options)
+    return _loss_from_function(function, localns=localns, options=options)
+
+
+def _loss_from_function(
+    function: Callable[..., Any], *, localns: Mapping[str, Any], options: dict[str, Any]
+) -> NodeFunction[..., LossTerm]:
+    hints = resolve_hints(function, localns)
+    inputs = {name: edge_types(hint)[0] for name, hint in hints.items() if is_edge_annotation(hint)}
+    anchored = any(Advantages in types for types in inputs.values())
+    joins = {name: "subset" for name, types in inputs.items() if anchored and Advantages not in types}
     return node_from_function(
         function,
-        localns=sys._getframe(1).f_locals,
-        options={"token_losses": _function_losses, "_function": staticmethod(function)},
+        localns=localns,
+        options={"joins": joins, **options, "token_losses": _function_losses},
         base=TokenLoss,
-        run=lambda self, function, inputs, settings: self.term(**inputs),
+        run=lambda self, **inputs: self.term(**inputs),
         skip=1,
         returns=LossTerm,
     )
 
 
 def _function_losses(self: Any, current: Current, **inputs: Any) -> Any:
-    names = [n for n in inspect.signature(self._function).parameters if hasattr(self, n)]
-    return self._function(current, **inputs, **{name: getattr(self, name) for name in names})
+    return call_function(self, inputs, current)

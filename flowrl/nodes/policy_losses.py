@@ -132,16 +132,12 @@ class GRPOLoss(ClippedPolicyLoss):
         old_logprobs: OldLogprobs,
         ref_logprobs: RefLogprobs | None = None,
     ) -> LossTerm:
-        return self.term(
-            rollouts=rollouts, advantages=advantages, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs
-        )
+        return self.term(rollouts=rollouts, advantages=advantages, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
 
     def token_losses(self, current: Current, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         from flowrl.functional.kl import kl_estimate
 
-        losses, metrics = self.surrogate(
-            current, inputs["rollouts"], inputs["advantages"], inputs["old_logprobs"]
-        )
+        losses, metrics = self.surrogate(current, inputs["rollouts"], inputs["advantages"], inputs["old_logprobs"])
         reference: RefLogprobs | None = inputs.get("ref_logprobs")
         if reference is not None:
             assert current.logprobs is not None

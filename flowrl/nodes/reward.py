@@ -129,7 +129,8 @@ class FunctionReward(Node):
 
         if not self.isolate:
             return None
-        return IsolatedPool(self._call(), timeout=self.timeout, num_workers=self.num_workers)
+        name = reward_function.name_of(self.fn)
+        return IsolatedPool(self._call(), timeout=self.timeout, num_workers=self.num_workers, name=name)
 
     def __call__(self, rollouts: Rollouts) -> Rewards:
         call = self._call()
@@ -160,9 +161,7 @@ class FunctionReward(Node):
             return self.resource().map(calls)
         return [run_here(call, arguments) for arguments in calls]
 
-    def _break_if_failing(
-        self, rollouts: Rollouts, results: Sequence[RowResult], outcomes: Sequence[Outcome]
-    ) -> None:
+    def _break_if_failing(self, rollouts: Rollouts, results: Sequence[RowResult], outcomes: Sequence[Outcome]) -> None:
         failed = [i for i, r in enumerate(results) if isinstance(r, str)]
         context.report("invalid_rows", len(failed))
         if len(failed) <= self.max_invalid_fraction * len(results):
@@ -173,8 +172,7 @@ class FunctionReward(Node):
         first = next(i for i in failed if str(results[i]).split(":")[0] == kind)
         where = getattr(outcomes[first if len(outcomes) == len(results) else 0], "where", "")
         raise RewardError(
-            f"The reward function {reward_function.name_of(self.fn)!r} failed on {len(failed)} of"
-            f" {len(results)} rows",
+            f"The reward function {reward_function.name_of(self.fn)!r} failed on {len(failed)} of {len(results)} rows",
             expected=f"at most {self.max_invalid_fraction:.0%} invalid rows",
             received=f"{count} rows that {_past(kind)}; first (prompt_id {int(rollouts.prompt_id[first])},"
             f" response {_shorten(rollouts.response_text[first])!r}): {results[first]}"
@@ -211,9 +209,7 @@ def _assemble(rollouts: Rollouts, results: Sequence[RowResult], component: str) 
 
     names = next((list(r) for r in results if not isinstance(r, str)), [component])
     components = {
-        name: torch.tensor(
-            [float("nan") if isinstance(r, str) else r[name] for r in results], dtype=torch.float32
-        )
+        name: torch.tensor([float("nan") if isinstance(r, str) else r[name] for r in results], dtype=torch.float32)
         for name in names
     }
     valid = torch.tensor([not isinstance(r, str) for r in results], dtype=torch.uint8)

@@ -188,11 +188,7 @@ def read_row(result: Any, component: str) -> RowResult:
 
 def read_number(value: Any) -> float | str:
     """A finite number that float32 can hold, or the reason why it is none."""
-    if (
-        value is None
-        or isinstance(value, str | bytes | list | tuple)
-        or not hasattr(type(value), "__float__")
-    ):
+    if value is None or isinstance(value, str | bytes | list | tuple) or not hasattr(type(value), "__float__"):
         return f"returned {_describe(value)}"
     try:
         number = float(value)

@@ -88,9 +88,7 @@ class Rollout(Node):
             prompt_id=expanded.prompt_id,
             sample_id=sample_id,
             tokens=Ragged.join(prompt_tokens, generated.tokens),
-            spans=Spans.prompt_then_response(
-                prompt_tokens.lengths, generated.tokens.lengths, engine.policy_version
-            ),
+            spans=Spans.prompt_then_response(prompt_tokens.lengths, generated.tokens.lengths, engine.policy_version),
             rollout_logprobs=generated.logprobs,
             finish_reason=generated.finish_reason,
             messages=expanded.messages,

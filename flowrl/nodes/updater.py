@@ -72,8 +72,8 @@ class Updater(Node):
         optimizer: AdamW with its schedule.
         max_grad_norm: gradients are scaled down to this L2 norm; None leaves them.
 
-    The version of the Model grows by one per call, however many optimiser steps are inside. A step whose loss or gradient is
-    not finite is skipped and counted.
+    The version of the Model grows by one per call, however many optimiser steps are inside. A step whose loss or
+    gradient is not finite is skipped and counted.
     """
 
     model: AnyModel | None = None
@@ -108,9 +108,7 @@ class Updater(Node):
         result = None
         for epoch in range(self.epochs):
             for rows in zip(*(self._minibatches(term, epoch) for term in terms), strict=True):
-                batch = [
-                    _term_rows(term.select(index)) for term, index in zip(terms, rows, strict=True) if len(index)
-                ]
+                batch = [_term_rows(term.select(index)) for term, index in zip(terms, rows, strict=True) if len(index)]
                 if not batch:
                     continue
                 result = engine.train_step(batch, self.optimizer, max_grad_norm=self.max_grad_norm)
@@ -133,8 +131,8 @@ class Updater(Node):
         return TrainStats(metrics, engine.policy_version, steps, skipped)
 
     def _minibatches(self, term: LossTerm, epoch: int) -> list[Tensor]:
-        """int64 row indices of each optimiser step of one epoch: as they come for one, else by a counter-based shuffle that
-        keeps together what the loss couples."""
+        """int64 row indices of each optimiser step of one epoch: as they come for one, else by a counter-based
+        shuffle that keeps together what the loss couples."""
         import torch
 
         from flowrl.functional.grouping import coupled_units
@@ -155,4 +153,3 @@ class Updater(Node):
 
 def _term_rows(term: LossTerm) -> TermRows:
     return TermRows(term, term.loss.prepare(**term.inputs), term.loss.count(**term.inputs))
-

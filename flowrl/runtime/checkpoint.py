@@ -7,37 +7,25 @@ the run starts, so that "the weights at step 0" survive a resume whatever become
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from flowrl.context import Bindings
-from flowrl.errors import CheckpointError, RunFolderError
+from flowrl.errors import CheckpointError, FlowError
 from flowrl.models import BaseModel, Frozen, State
+from flowrl.runtime.disk import disk_errors
+from flowrl.runtime.run_state import RunState
 
-MANIFEST = "manifest.json"
+MANIFEST, PROGRESS, STATES, CARRIED = "manifest.json", "progress.json", "states.pt", "carried.pkl"
 SCHEMA_VERSION = 1
-
-
-@dataclass
-class Progress:
-    """Where a run stands: everything of a checkpoint that is neither weights nor State.
-
-    Args:
-        step: completed iterations.
-        cursors: by source name, the number of the next draw.
-        counters: whatever else the loop counts (skipped steps in a row, best evaluation, …).
-    """
-
-    step: int = 0
-    cursors: dict[str, int] = field(default_factory=dict)
-    counters: dict[str, Any] = field(default_factory=dict)
+GO_BACK = "delete that folder to go on from the checkpoint before it"
 
 
 @dataclass(frozen=True)
@@ -52,7 +40,7 @@ class Identity:
 def save_checkpoint(
     folder: Path,
     *,
-    progress: Progress,
+    progress: RunState,
     identity: Identity,
     models: Mapping[str, BaseModel],
     states: tuple[State, ...],
@@ -65,7 +53,11 @@ def save_checkpoint(
 
     Raises:
         RunFolderError: the disk is full or cannot be written.
+        FlowError: a State holds what a checkpoint cannot.
     """
+    values = {s.name: bindings.states.get(s, s.init) for s in states}
+    for name, value in values.items():
+        _check_state(name, value)
 
     def write(target: Path) -> None:
         import torch
@@ -74,10 +66,33 @@ def save_checkpoint(
             place = target / "models" / name
             place.mkdir(parents=True)
             bindings.engines[model].save(place)  # type: ignore[index]
-        torch.save({s.name: bindings.states.get(s, s.init) for s in states}, target / "states.pt")
-        (target / "progress.json").write_text(json.dumps({"progress": asdict(progress), "identity": asdict(identity)}))
+        torch.save(values, target / STATES)
+        if progress.carried:
+            (target / CARRIED).write_bytes(pickle.dumps(progress.carried))
+        numbers = {f.name: getattr(progress, f.name) for f in fields(progress) if f.name != "carried"}
+        (target / PROGRESS).write_text(json.dumps({"progress": numbers, "identity": asdict(identity)}))
 
     return write_folder(folder / f"step-{progress.step:06d}", write)
+
+
+def _check_state(name: str, value: Any) -> None:
+    """A State holds what a checkpoint can hold: numbers, texts, tensors, and lists, tuples and dicts of them."""
+    import torch
+
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_state(name, key)
+            _check_state(name, inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_state(name, inner)
+    elif type(value) not in (type(None), bool, int, float, str, torch.Tensor):
+        raise FlowError(
+            f"State {name!r} cannot be written into a checkpoint",
+            expected="numbers, texts, tensors, None, and lists, tuples and dicts of them",
+            received=f"a {type(value).__module__}.{type(value).__qualname__}",
+            do="keep the numbers of it in the State, and make the object from them in the node",
+        )
 
 
 def write_folder(final: Path, write: Callable[[Path], None]) -> Path:
@@ -90,56 +105,47 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> Path:
         return final
     temporary = final.with_name(f".{final.name}.writing")
     try:
+        with disk_errors(final):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            files = {str(p.relative_to(temporary)): _seal(p) for p in sorted(temporary.rglob("*")) if p.is_file()}
+            manifest = temporary / MANIFEST
+            manifest.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
+            _seal(manifest)
+            os.rename(temporary, final)
+            sync_folder(final.parent)
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        write(temporary)
-        files = {str(p.relative_to(temporary)): _seal(p) for p in sorted(temporary.rglob("*")) if p.is_file()}
-        manifest = temporary / MANIFEST
-        manifest.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
-        _seal(manifest)
-        os.rename(temporary, final)
-        sync_folder(final.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        cause = disk_error(error)
-        if cause is not None:
-            raise disk_full(final, cause) from error
         raise
     return final
 
 
-def disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError behind an error: libraries wrap it (safetensors, zip writers)."""
-    while error is not None:
-        if isinstance(error, OSError):
-            return error
-        if "No space left on device" in str(error) or "os error 28" in str(error):
-            return OSError(errno.ENOSPC, "No space left on device")
-        error = error.__cause__ or error.__context__
-    return None
+def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Make a folder new as a whole, in the place of an older one.
 
-
-def disk_full(path: Path, error: OSError) -> RunFolderError:
-    """The error for a path that cannot be written, with the room that is left there."""
-    parent = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
-    free = shutil.disk_usage(parent).free / 2**20
-    what = "The disk is full" if error.errno == errno.ENOSPC else f"Cannot write ({error.strerror})"
-    return RunFolderError(
-        f"{what}: {path}",
-        expected="room to write",
-        received=f"{free:.0f} MiB free",
-        do="free space or choose another --out, then --resume: what was written before is whole",
-    )
+    Raises:
+        RunFolderError: the disk is full or cannot be written; the older one is untouched.
+    """
+    new = final.with_name(f".{final.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        with disk_errors(final):
+            new.mkdir(parents=True)
+            write(new)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(new, final)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
 
 
 def _seal(path: Path) -> tuple[int, str]:
     """Sync a file to disk; its size and SHA-256."""
-    digest = hashlib.sha256()
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return path.stat().st_size, digest.hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return path.stat().st_size, digest
 
 
 def sync_folder(folder: Path) -> None:
@@ -152,38 +158,46 @@ def sync_folder(folder: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(p for p in folder.glob("step-*") if (p / MANIFEST).exists())
+    """Checkpoints, oldest first."""
+    return sorted(folder.glob("step-*"), key=step_of)
 
 
-def verify(path: Path) -> None:
+def step_of(path: Path) -> int:
+    """The number of completed steps that a checkpoint was written after."""
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
+
+
+def verify(path: Path, advice: str = GO_BACK) -> None:
     """Check every file of a checkpoint against its manifest.
 
     Raises:
         CheckpointError: a file is missing, cut or changed; it is named.
     """
-    advice = "delete that folder to go on from the checkpoint before it"
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"Checkpoint {path} has no readable {MANIFEST}", received=error, do=advice) from None
+        files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"Checkpoint {path} is damaged: {MANIFEST} cannot be read", received=repr(error), do=advice
+        ) from None
     if manifest.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
             f"Checkpoint {path} is of another version",
             expected=f"schema {SCHEMA_VERSION}",
-            received=manifest.get("schema_version"),
+            received=f"schema {manifest.get('schema_version')}",
+            do="resume it with the flowrl that wrote it",
         )
     for name, (size, digest) in files.items():
         file = path / name
-        if not file.exists():
+        if not file.is_file():
             raise CheckpointError(f"Checkpoint {path} is damaged", expected=name, received="no such file", do=advice)
         found = file.stat().st_size
         if found != size or _digest(file) != digest:
             raise CheckpointError(
                 f"Checkpoint {path} is damaged: {name} has changed",
                 expected=f"{size} bytes, SHA-256 {digest[:12]}…",
-                received=f"{found} bytes",
+                received=f"{found} bytes" + (", SHA-256 of another content" if found == size else ""),
                 do=advice,
             )
 
@@ -193,23 +207,14 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def load_checkpoint(
-    path: Path,
-    *,
-    identity: Identity,
-    models: Mapping[str, BaseModel],
-    states: tuple[State, ...],
-    bindings: Bindings,
-) -> Progress:
-    """Restore engines and States from a checkpoint, after verifying it whole.
+def read_progress(path: Path, identity: Identity) -> RunState:
+    """Verify a checkpoint whole, and that it is of this run; where it stands.
 
     Raises:
         CheckpointError: it is damaged, or of another flow, seed or data set.
     """
-    import torch
-
     verify(path)
-    raw = json.loads((path / "progress.json").read_text())
+    raw = json.loads((path / PROGRESS).read_text())
     found = Identity(**raw["identity"])
     for what, expected, received in (
         ("flow", identity.flow, found.flow),
@@ -219,46 +224,64 @@ def load_checkpoint(
         if expected != received:
             raise CheckpointError(
                 f"Checkpoint {path} is of another {what}",
-                expected=expected,
-                received=received,
+                expected=f"{expected}, as asked for now",
+                received=f"{received}, of the run that wrote it",
                 do="resume with what the run was started with, or start anew in another --out",
             )
+    carried = path / CARRIED
+    return RunState(**raw["progress"], carried=pickle.loads(carried.read_bytes()) if carried.exists() else {})
+
+
+def load_checkpoint(
+    path: Path,
+    *,
+    identity: Identity,
+    models: Mapping[str, BaseModel],
+    states: tuple[State, ...],
+    bindings: Bindings,
+) -> RunState:
+    """Restore engines and States from a checkpoint, after verifying it whole.
+
+    Raises:
+        CheckpointError: it is damaged, or of another flow, seed or data set.
+    """
+    import torch
+
+    progress = read_progress(path, identity)
     for name, model in models.items():
         place = path / "models" / name
         if not place.is_dir():
-            raise CheckpointError(
-                f"Checkpoint {path} lacks model {name!r}",
-                received=sorted(p.name for p in (path / "models").iterdir()),
-            )
+            there = sorted(p.name for p in (path / "models").glob("*"))
+            raise CheckpointError(f"Checkpoint {path} lacks model {name!r}", expected=name, received=there)
         bindings.engines[model].load(place)  # type: ignore[index]
-    saved = torch.load(path / "states.pt", weights_only=False)
+    saved = torch.load(path / STATES, weights_only=True)
     for state in states:
-        if state.name in saved:
-            bindings.states[state] = saved[state.name]
-    return Progress(**raw["progress"])
+        bindings.states[state] = saved.get(state.name, state.init)
+    return progress
 
 
 def save_frozen(folder: Path, models: Mapping[str, Frozen], bindings: Bindings) -> None:
     """Write the weights of frozen models once, at the start of a run."""
     for name, model in models.items():
-        if not (folder / name).exists():
-            write_folder(folder / name, lambda target, m=model: bindings.engines[m].save(target))  # type: ignore[index,misc]
+        write_folder(folder / name, lambda target, m=model: bindings.engines[m].save(target))  # type: ignore[index,misc]
 
 
 def load_frozen(folder: Path, models: Mapping[str, Frozen], bindings: Bindings) -> None:
-    """Restore frozen models as they were at step 0."""
+    """Restore frozen models as they were at step 0.
+
+    Raises:
+        CheckpointError: the weights at step 0 are damaged or gone: nothing can replace them.
+    """
     for name, model in models.items():
-        if (folder / name).exists():
-            verify(folder / name)
-            bindings.engines[model].load(folder / name)  # type: ignore[index]
+        verify(folder / name, advice="restore it from a copy of the run folder, or start anew: nothing else holds it")
+        bindings.engines[model].load(folder / name)  # type: ignore[index]
 
 
 def prune(folder: Path, *, keep_last: int, protected: set[int]) -> None:
     """Delete all but the newest ``keep_last`` checkpoints and the protected steps, and what a kill left half-written."""
     for path in list_checkpoints(folder)[:-keep_last]:
-        if int(path.name.removeprefix("step-")) not in protected:
+        if step_of(path) not in protected:
             # Renamed first: a kill in the middle of the deletion leaves no checkpoint without its files.
-            discarded = path.with_name(f".{path.name}.discarded")
-            os.rename(path, discarded)
+            os.rename(path, path.with_name(f".{path.name}.discarded"))
     for leftover in [*folder.glob(".*.discarded"), *folder.glob(".*.writing")]:
         shutil.rmtree(leftover, ignore_errors=True)

@@ -15,7 +15,7 @@ from flowrl import context
 from flowrl.batches import Batch
 from flowrl.compiler.plan import Binding, Program, ProgramCall
 from flowrl.errors import ExhaustedError, FlowError
-from flowrl.models import Ema, Snapshot
+from flowrl.models import DerivedModel
 from flowrl.nodes.source import Source
 
 
@@ -24,11 +24,16 @@ class Iteration:
     """What one iteration made.
 
     Args:
-        values: by label, the output of each call.
+        values: by label, the output of each call that ran.
         seconds: by label, how long it took, over all pulls.
-        reports: metrics that nodes reported about themselves, by name.
+        reports: by "label/name", what nodes reported of their own work. Over the pulls of one iteration whole numbers add up,
+            names that end in ``_max`` keep the largest, and the rest is averaged.
         nonfinite_rows: (prompt_id, sample_id) of rows that made an optimiser step non-finite.
-        flow_of_groups: at each filter: groups emitted to it, consumed after it, dropped by it, and surplus.
+        flow_of_groups: by label of a filter, counts of groups: ``emitted`` to it, ``dropped`` by it, ``consumed`` behind it,
+            ``surplus`` beyond what was asked for, ``carried_in`` from the iteration before, ``carried_out`` to the next.
+            On every filter: emitted + carried_in = consumed + dropped + surplus + carried_out (law 6).
+        pulls: how often the sources above filters were drawn from.
+        carried: what is carried over to the next iteration, by label; everything behind the filters was then left out.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -37,6 +42,7 @@ class Iteration:
     nonfinite_rows: list[tuple[int, int]] = field(default_factory=list)
     flow_of_groups: dict[str, dict[str, int]] = field(default_factory=dict)
     pulls: int = 1
+    carried: dict[str, Any] = field(default_factory=dict)
 
 
 Draw = Callable[[str, int], Batch]
@@ -48,22 +54,31 @@ def run_iteration(
     draw: Draw,
     seed: int,
     iteration: int,
+    followers: Sequence[DerivedModel] = (),
+    carried: Mapping[str, Any] | None = None,
     namespace: str = "",
 ) -> Iteration:
     """Run one iteration with the engines bound in the current context.
 
     Args:
         draw: gives the next rows of a source: (source name, count) → batch.
+        followers: Snapshots and Emas that follow what the program writes.
+        carried: what the iteration before carried over.
         namespace: put before every label where randomness is drawn, so that an evaluation differs from the training flow.
+
+    Raises:
+        ExhaustedError: a filter let too few groups through, and does not train short or carry over.
     """
     done = Iteration()
-    runner = _Runner(program, done, draw, seed, iteration, namespace)
+    runner = _Runner(program, done, draw, seed, iteration, namespace, followers)
     repeated = upstream_of_filters(program)
     if repeated:
-        runner.pull_until_full([c for c in program.calls if c.label in repeated])
-    for call in program.calls:
-        if call.label not in repeated:
-            done.values[call.label] = runner.run(call, done.values, pull=0)
+        runner.pull_until_full([c for c in program.calls if c.label in repeated], carried or {})
+    if not done.carried:
+        for call in program.calls:
+            if call.label not in repeated:
+                done.values[call.label] = runner.run(call, done.values, pull=0)
+    runner.summarise_reports()
     return done
 
 
@@ -79,11 +94,20 @@ def upstream_of_filters(program: Program) -> set[str]:
 
 class _Runner:
     def __init__(
-        self, program: Program, done: Iteration, draw: Draw, seed: int, iteration: int, namespace: str
+        self,
+        program: Program,
+        done: Iteration,
+        draw: Draw,
+        seed: int,
+        iteration: int,
+        namespace: str,
+        followers: Sequence[DerivedModel],
     ) -> None:
-        self.program, self.done, self.draw = program, done, draw
+        self.done, self.draw = done, draw
         self.seed, self.iteration, self.namespace = seed, iteration, namespace
+        self.followers = followers
         self.elided = program.elided()
+        self.reported: dict[str, list[float]] = {}
 
     def run(self, call: ProgramCall, values: Mapping[str, Any], pull: int) -> Any:
         start = time.perf_counter()
@@ -91,7 +115,7 @@ class _Runner:
             self.seed,
             self.iteration,
             pull,
-            report=self._report,
+            report=lambda name, value: self.reported.setdefault(f"{call.label}/{name}", []).append(value),
             report_nonfinite=self.done.nonfinite_rows.extend,
         )
         label = self.namespace + call.label
@@ -107,14 +131,11 @@ class _Runner:
                     return call.node.placeholder(**arguments)  # type: ignore[attr-defined]
                 context.seed_call(label)
                 result = call.node.run(arguments, label=label)
-                context.follow_writers(
-                    m for m in self.program.models if isinstance(m, Snapshot | Ema) and m.base in call.node.writes()
-                )
+                written = call.node.writes()
+                context.follow_writers(m for m in self.followers if m.base in written)
                 return result
-        except FlowError:
-            raise
         except Exception as error:
-            error.add_note(f"in call {call.label!r} ({call.node.name}), iteration {self.iteration}")
+            error.add_note(f"in call {call.label!r} ({call.node.name}), step {self.iteration + 1}")
             raise
         finally:
             self.done.seconds[call.label] = self.done.seconds.get(call.label, 0.0) + time.perf_counter() - start
@@ -129,56 +150,119 @@ class _Runner:
             )
         return batch
 
-    def _report(self, name: str, value: float) -> None:
-        self.done.reports[name] = self.done.reports.get(name, 0.0) + value
+    def summarise_reports(self) -> None:
+        """One number for each thing that was reported, also where its call ran once a pull."""
+        for name, values in self.reported.items():
+            if all(isinstance(v, int) for v in values):
+                self.done.reports[name] = float(sum(values))
+            elif name.endswith("_max"):
+                self.done.reports[name] = float(max(values))
+            else:
+                self.done.reports[name] = float(sum(values) / len(values))
 
-    def pull_until_full(self, calls: Sequence[ProgramCall]) -> None:
-        """Run the calls upstream of filters until every filter has let the source's batch size of groups through."""
-        filters = [c for c in calls if c.node.is_filter]
-        target = max(c.node.batch_size for c in calls if isinstance(c.node, Source))
-        bound = min(int(getattr(c.node, "max_pulls", 1)) for c in filters)
-        parts: dict[str, list[Any]] = {c.label: [] for c in calls}
-        passed: dict[str, int] = {c.label: 0 for c in filters}
-        pull = 0
-        while min(passed.values()) < target:
-            if pull == bound:
-                self._exhausted(filters, passed, target, pull)
-                break
+    # -- filters -----------------------------------------------------------------------------------------------------
+
+    def pull_until_full(self, calls: Sequence[ProgramCall], carried: Mapping[str, Any]) -> None:
+        """Run the calls upstream of filters until every filter that feeds the rest of the flow has let the source's batch
+        size of groups through."""
+        filters = {c.label: _Filter.of(c, calls) for c in calls if c.node.is_filter}
+        parts: dict[str, list[Any]] = {c.label: [carried[c.label]] if c.label in carried else [] for c in calls}
+        for label, each in filters.items():
+            each.carried_in = num_groups(carried[label]) if each.is_last and label in carried else 0
+        bound = min(f.max_pulls for f in filters.values())
+        while any(f.missing for f in filters.values()) and self.done.pulls <= bound:
             values: dict[str, Any] = {}
             for call in calls:
-                values[call.label] = self.run(call, values, pull)
+                values[call.label] = self.run(call, values, self.done.pulls - 1)
                 parts[call.label].append(values[call.label])
-            for call in filters:
-                before = num_groups(read(next(iter(call.bindings())), values))
-                after = num_groups(values[call.label])
-                passed[call.label] += after
-                counts = self.done.flow_of_groups.setdefault(call.label, {"emitted": 0, "dropped": 0})
-                counts["emitted"] += before
-                counts["dropped"] += before - after
-            pull += 1
-        self.done.pulls = pull
+            for call in calls:
+                if call.label in filters:
+                    filters[call.label].count(read(next(iter(call.bindings())), values), values[call.label])
+            self.done.pulls += 1
+        self.done.pulls -= 1
         for label, batches in parts.items():
-            self.done.values[label] = _concat(batches)
-        for call in filters:
-            kept = self.done.values[call.label]
-            surplus = max(0, passed[call.label] - target)
-            if surplus:
-                self.done.values[call.label] = first_groups(kept, target)
-            self.done.flow_of_groups[call.label] |= {
-                "surplus": surplus,
-                "consumed": passed[call.label] - surplus,
-            }
+            if batches:
+                self.done.values[label] = _concat(batches)
+        carries = self._exhausted([f for f in filters.values() if f.missing])
+        for label, each in filters.items():
+            if each.is_last and not carries:
+                self.done.values[label] = first_groups(self.done.values[label], each.target)
+            self.done.flow_of_groups[label] = each.counts(carries)
+        if carries:
+            kept = {p for f in filters.values() if f.is_last for p in self.done.values[f.label].prompt_id.tolist()}
+            self.done.carried = {label: rows_of(value, kept) for label, value in self.done.values.items()}
 
-    def _exhausted(self, filters: Sequence[ProgramCall], passed: Mapping[str, int], target: int, pulls: int) -> None:
-        for call in filters:
-            short = passed[call.label] < target
-            if short and (getattr(call.node, "on_exhausted", "fail") == "fail" or passed[call.label] == 0):
+    def _exhausted(self, short: Sequence[_Filter]) -> bool:
+        """What filters that let too few groups through do about it: whether the groups are carried over."""
+        for each in short:
+            gained = each.passed > each.carried_in
+            if each.on_exhausted == "fail" or not (gained or (each.passed and each.on_exhausted == "train_short")):
                 raise ExhaustedError(
-                    f"{call.label} let {passed[call.label]} of {target} groups through in {pulls} pulls",
-                    expected=f"{target} groups, the batch_size of its source",
-                    received=passed[call.label],
+                    f"{each.label} let {each.passed} of {each.target} groups through in {self.done.pulls} pulls",
+                    expected=f"{each.target} groups, the batch_size of its source",
+                    received=each.passed,
                     do="raise max_pulls, loosen the filter, use easier or harder prompts, or set on_exhausted='train_short'",
                 )
+        return any(f.on_exhausted == "carry_over" for f in short)
+
+
+@dataclass
+class _Filter:
+    """The groups that pass one filter in one iteration. Only the last of several in a row must be filled."""
+
+    label: str
+    target: int
+    max_pulls: int
+    on_exhausted: str
+    is_last: bool
+    carried_in: int = 0
+    emitted: int = 0
+    dropped: int = 0
+
+    @classmethod
+    def of(cls, call: ProgramCall, calls: Sequence[ProgramCall]) -> _Filter:
+        node: Any = call.node
+        above = _above(call, calls)
+        target = max(c.node.batch_size for c in calls if c.label in above and isinstance(c.node, Source))
+        is_last = not any(c.node.is_filter and call.label in _above(c, calls) for c in calls)
+        return cls(call.label, target, node.max_pulls, node.on_exhausted, is_last)
+
+    def count(self, given: Any, let_through: Any) -> None:
+        before, after = num_groups(given), num_groups(let_through)
+        self.emitted += before
+        self.dropped += before - after
+
+    @property
+    def passed(self) -> int:
+        return self.carried_in + self.emitted - self.dropped
+
+    @property
+    def missing(self) -> int:
+        return max(0, self.target - self.passed) if self.is_last else 0
+
+    def counts(self, carries: bool) -> dict[str, int]:
+        """The groups by what became of them."""
+        if not self.is_last:  # what it lets through, the next one takes
+            return {"emitted": self.emitted, "dropped": self.dropped, "consumed": self.passed, "surplus": 0}
+        consumed = 0 if carries else min(self.passed, self.target)
+        surplus = 0 if carries else self.passed - consumed
+        out = {"emitted": self.emitted, "dropped": self.dropped, "consumed": consumed, "surplus": surplus}
+        if self.on_exhausted == "carry_over" or carries or self.carried_in:
+            out |= {"carried_in": self.carried_in, "carried_out": self.passed if carries else 0}
+        return out
+
+
+def _above(call: ProgramCall, calls: Sequence[ProgramCall]) -> set[str]:
+    """Labels of everything that a call needs."""
+    by_label = {c.label: c for c in calls}
+    found: set[str] = set()
+    stack = [b.label for b in call.bindings()]
+    while stack:
+        label = stack.pop()
+        if label not in found:
+            found.add(label)
+            stack += [b.label for b in by_label[label].bindings()]
+    return found
 
 
 def read(binding: Binding, values: Mapping[str, Any]) -> Any:
@@ -191,7 +275,7 @@ def read(binding: Binding, values: Mapping[str, Any]) -> Any:
 
 def _concat(parts: Sequence[Any]) -> Any:
     if len(parts) == 1 or not isinstance(parts[0], Batch):
-        return parts[0]
+        return parts[-1]
     return type(parts[0]).concat(parts)
 
 
@@ -204,6 +288,12 @@ def num_groups(batch: Any) -> int:
 
 def first_groups(batch: Any, count: int) -> Any:
     """The rows of the first ``count`` prompts, in order of appearance."""
-    seen: dict[int, None] = dict.fromkeys(batch.prompt_id.tolist())
-    keep = set(list(seen)[:count])
-    return batch.select([i for i, p in enumerate(batch.prompt_id.tolist()) if p in keep])
+    ids = dict.fromkeys(batch.prompt_id.tolist())
+    return batch if len(ids) <= count else rows_of(batch, set(list(ids)[:count]))
+
+
+def rows_of(batch: Any, prompt_ids: set[int]) -> Any:
+    """The rows of these prompts; a batch without prompts as it is."""
+    if not hasattr(batch, "prompt_id"):
+        return batch
+    return batch.select([i for i, p in enumerate(batch.prompt_id.tolist()) if p in prompt_ids])

@@ -132,6 +132,7 @@ class IsolatedPool:
         function: called with keyword arguments; it and what it returns must be picklable by cloudpickle.
         timeout: seconds a call may take.
         num_workers: processes.
+        name: how errors call the function; by default its own name.
 
     A worker whose call ran out of time is killed with its process group and started anew when it is needed.
     The processes end with :meth:`close`, or with the parent, however it dies.
@@ -146,10 +147,10 @@ class IsolatedPool:
         [Returned(value=0.5), Raised(message='ZeroDivisionError: division by zero', ...)]
     """
 
-    def __init__(self, function: Callable[..., Any], *, timeout: float, num_workers: int = 1) -> None:
+    def __init__(self, function: Callable[..., Any], *, timeout: float, num_workers: int = 1, name: str = "") -> None:
         self.timeout = timeout
         self.num_workers = num_workers
-        self.name = getattr(function, "__name__", type(function).__name__)
+        self.name = name or getattr(function, "__name__", type(function).__name__)
         try:
             self._function = dump_function(function)
         except Exception as error:
@@ -190,7 +191,10 @@ class IsolatedPool:
             self._wait()
             for worker in list(self._workers):
                 self._advance(worker, outcomes)
-        return [o for o in outcomes if o is not None]
+        done = [o for o in outcomes if o is not None]
+        if len(done) != len(calls):
+            raise FlowError(f"The processes of {self.name!r} were closed in the middle of its calls")
+        return done
 
     def _assign(self, waiting: deque[int], calls: Sequence[Mapping[str, Any]], outcomes: list[Outcome | None]) -> None:
         """Give ready workers something to do; start as many as there is work for."""

@@ -7,77 +7,30 @@ when the steps are done, when time is up, and on the first Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-import signal
-import threading
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowrl import context
-from flowrl.batches import Batch, Rewards, Rollouts
+from flowrl.batches import Batch, Rewards
 from flowrl.compiler.plan import Program
-from flowrl.errors import NonFiniteError, UnsupportedError
-from flowrl.models import BaseModel, Ema, Frozen, Model, Snapshot, State
+from flowrl.errors import CheckpointError, FlowError, NonFiniteError, UnsupportedError, nearest
+from flowrl.models import BaseModel, DerivedModel, Ema, Frozen, Model, Snapshot, State
 from flowrl.runtime import checkpoint as ckpt
-from flowrl.runtime.evaluation import EvaluationResult, evaluate
+from flowrl.runtime.dumps import dump_edges
+from flowrl.runtime.evaluation import EvaluationResult, evaluate, load_evaluations, save_evaluation
 from flowrl.runtime.interpreter import Iteration, run_iteration
 from flowrl.runtime.metrics import MetricsLog, SampleLog, sample_rows
 from flowrl.runtime.progress import Progress as Display
 from flowrl.runtime.run_folder import RunFolder
-from flowrl.runtime.step_metrics import step_metrics, timing_metrics
+from flowrl.runtime.run_state import EvaluationPlan, Outcome, RunState, Settings, Status
+from flowrl.runtime.signals import Stop, stop_on_signals
+from flowrl.runtime.step_metrics import main_rollouts, step_metrics, timing_metrics
 from flowrl.runtime.worker import open_engine
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """An evaluation as the runtime needs it; see :class:`flowrl.run.Evaluation` for the settings."""
-
-    name: str
-    program: Program
-    data: Mapping[str, Any]
-    every: int
-    success_threshold: float = 1.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run is asked for; see :func:`flowrl.run.run` for each."""
-
-    num_steps: int
-    seed: int = 0
-    checkpoint_every: int | None = 50
-    keep_last: int = 2
-    keep_best: str | None = None
-    time_limit: float | None = None
-    max_nonfinite_steps: int = 3
-    dump_steps: tuple[int, ...] = ()
-    samples_every: int = 10
-    progress: bool = True
-    title: str = "flowrl"
-
-
-@dataclass
-class RunState:
-    """Where the loop stands; saved in every checkpoint."""
-
-    step: int = 0
-    cursors: dict[str, int] = field(default_factory=dict)
-    nonfinite_in_a_row: int = 0
-    best_value: float | None = None
-    best_step: int | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: "finished", "time limit" or "interrupted"; after how many steps; with which evaluations."""
-
-    status: str
-    steps: int
-    evaluations: tuple[EvaluationResult, ...]
-    signal_number: int | None = None
 
 
 class LocalRuntime:
@@ -108,13 +61,19 @@ class LocalRuntime:
         )
         programs = [program, *(e.program for e in evaluations)]
         self.models = {m.name: m for p in programs for m in p.models}
-        self.states: tuple[State, ...] = program.states
+        self.states: tuple[State, ...] = tuple({id(s): s for p in programs for s in p.states}.values())
+        #: Snapshots and Emas, those that only an evaluation reads too.
+        self.followers: tuple[DerivedModel, ...] = tuple(
+            m for m in self.models.values() if isinstance(m, Snapshot | Ema)
+        )
         written = {id(t) for c in program.calls for t in c.node.writes()}
         #: Whose engines change during the run, and so belong into every checkpoint.
         self.changing: dict[str, BaseModel] = {
             m.name: m for m in self.models.values() if id(m) in written or isinstance(m, Snapshot | Ema)
         }
         self.frozen = {m.name: m for m in self.models.values() if isinstance(m, Frozen)}
+        #: By name of the evaluation, the first and the latest result.
+        self.results: dict[str, list[EvaluationResult]] = {e.name: [] for e in evaluations}
         refuse_staleness(program)
 
     def open(self) -> None:
@@ -129,94 +88,93 @@ class LocalRuntime:
                 resource.close()
         self.bindings.resources.clear()
 
-    def checkpoint_bytes(self) -> int:
-        """About how large one checkpoint is: weights and two moments of everything that changes, and frozen weights once."""
+    def weights(self, model: BaseModel) -> tuple[int, str]:
+        """How many bytes the weights of a Model have, and their SHA-256."""
+        import torch
 
-        def size(model: BaseModel) -> int:
-            return sum(t.numel() * t.element_size() for _, t in self.bindings.engines[model].weights())  # type: ignore[index]
-
-        return sum(3 * size(m) for m in self.changing.values()) + sum(size(m) for m in self.frozen.values())
+        digest, size = hashlib.sha256(), 0
+        for name, tensor in self.bindings.engines[model].weights():  # type: ignore[index]
+            raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            digest.update(raw)
+            size += raw.nbytes
+        return size, digest.hexdigest()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def run(self, *, resume: bool) -> Outcome:
+    def run(self, *, resume: bool, started: float | None = None, notes: Sequence[str] = ()) -> Outcome:
         """Run until the steps are done, time is up, or a signal comes.
+
+        Args:
+            started: of ``time.monotonic()``: from when the time limit counts; by default from now.
+            notes: sentences to show first.
 
         Raises:
             NonFiniteError: more than ``max_nonfinite_steps`` iterations in a row had a non-finite step.
             FlowError: whatever a node or the data raise; the last checkpoint stays.
         """
         settings, state = self.settings, self.state
-        started = time.monotonic()
-        slowest = 0.0
-        results: list[EvaluationResult] = []
+        started = time.monotonic() if started is None else started
         with (
             context.use_bindings(self.bindings),
             Display(settings.num_steps, settings.title, mode=None if settings.progress else "silent") as display,
             stop_on_signals(display.message) as stop,
+            contextlib.ExitStack() as closing,
         ):
-            self._restore(resume, display)
+            closing.callback(self.close)
+            for note in notes:
+                display.message(note)
+            self._begin(resume, display)
+            state = self.state
             first = state.step + 1
             metrics = MetricsLog(self.folder.path, first if resume else None, note=display.message)
+            closing.callback(metrics.close)
             samples = SampleLog(self.folder.path, first if resume else None)
-            status = "finished"
-            try:
-                if state.step == 0:
-                    results += self._evaluate(metrics, display, at_start=True)
-                while state.step < settings.num_steps:
-                    if stop.signal_number is not None:
-                        status = "interrupted"
-                        break
-                    if settings.time_limit is not None and time.monotonic() - started + slowest > settings.time_limit:
-                        status = "time limit"
-                        break
-                    began = time.monotonic()
-                    self._step(metrics, samples, display)
-                    results += self._evaluate(metrics, display, at_start=False)
-                    every = settings.checkpoint_every
-                    if every is not None and state.step % every == 0:
-                        self._checkpoint(metrics)
-                    slowest = max(slowest, time.monotonic() - began)
-                if state.step:
-                    self._checkpoint(metrics)
-            finally:
-                metrics.close()
-                self.close()
-        return Outcome(status, state.step, tuple(results), stop.signal_number)
+            status = self._loop(metrics, samples, display, stop, started)
+        evaluations = sorted((r for results in self.results.values() for r in results), key=lambda r: r.step)
+        return Outcome(status, state.step, tuple(evaluations), stop.signal_number)
 
-    def _step(self, metrics: MetricsLog, samples: SampleLog, display: Display) -> None:
+    def _loop(
+        self, metrics: MetricsLog, samples: SampleLog, display: Display, stop: Stop, started: float
+    ) -> Status:
         state, settings = self.state, self.settings
-        number = state.step + 1
-        if number in settings.dump_steps:
-            self.dump_before(number)
-        cursors = dict(state.cursors)
-        began = time.perf_counter()
-        done = run_iteration(self.program, draw=self.draw, seed=settings.seed, iteration=state.step)
-        numbers = step_metrics(self.program, done)
-        state.step = number
-        bad = bool(done.nonfinite_rows) or numbers.get("skipped_steps", 0) > 0
-        state.nonfinite_in_a_row = state.nonfinite_in_a_row + 1 if bad else 0
-        if number in settings.dump_steps or bad:
-            self.dump_edges(number, done, cursors)
-        if settings.samples_every and (number == 1 or number % settings.samples_every == 0):
-            samples.log(number, _samples_of(done))
-        row = {**numbers, **timing_metrics(done, time.perf_counter() - began)}
-        metrics.log(number, row)
-        display.update(number, row)
-        if bad:
-            rows = ", ".join(map(str, done.nonfinite_rows[:8])) or "unknown rows"
-            display.message(
-                f"Step {number}: a loss or gradient was not finite; the optimiser step was skipped. "
-                f"Rows (prompt_id, sample_id): {rows}. Dumped to {self.folder.dumps / f'step-{number:06d}'}"
-            )
-            if state.nonfinite_in_a_row > settings.max_nonfinite_steps:
-                metrics.flush()
-                raise NonFiniteError(
-                    f"{state.nonfinite_in_a_row} iterations in a row had a non-finite loss or gradient",
-                    expected=f"at most {settings.max_nonfinite_steps} (max_nonfinite_steps)",
-                    received=f"the last one at step {number}, rows {rows}",
-                    do=f"look at the step with `flowrl replay {self.folder.path} {number}`; lower the learning rate or clip harder",
-                )
+        status: Status = "finished"
+        slowest = 0.0
+        if state.step == 0 and stop.signal_number is None:
+            self._evaluate(metrics, display, self.evaluations)
+        while state.step < settings.num_steps:
+            if stop.signal_number is not None:
+                status = "interrupted"
+                break
+            if settings.time_limit is not None and time.monotonic() - started + slowest > settings.time_limit:
+                status = "time limit"
+                break
+            began = time.monotonic()
+            self._step(metrics, samples, display)
+            last = state.step == settings.num_steps
+            is_best = self._evaluate(metrics, display, [e for e in self.evaluations if last or not state.step % e.every])
+            every = settings.checkpoint_every
+            if is_best or (every is not None and state.step % every == 0):
+                self._checkpoint(metrics)
+            slowest = max(slowest, time.monotonic() - began)
+        if state.step:
+            self._checkpoint(metrics)
+        return status
+
+    def iterate(self) -> Iteration:
+        """Run the next iteration, and count it."""
+        state = self.state
+        done = run_iteration(
+            self.program,
+            draw=self.draw,
+            seed=self.settings.seed,
+            iteration=state.step,
+            followers=self.followers,
+            carried=state.carried,
+        )
+        state.carried = done.carried
+        state.step += 1
+        return done
 
     def draw(self, source: str, count: int) -> Batch:
         """The next rows of a source; moves its cursor."""
@@ -224,101 +182,144 @@ class LocalRuntime:
         self.state.cursors[source] = start + count
         return self.data[source].rows(start, count, self.settings.seed)
 
-    def _evaluate(self, metrics: MetricsLog, display: Display, *, at_start: bool) -> list[EvaluationResult]:
+    def _step(self, metrics: MetricsLog, samples: SampleLog, display: Display) -> None:
         state, settings = self.state, self.settings
-        results = []
-        for plan in self.evaluations:
-            if not at_start and state.step % plan.every and state.step != settings.num_steps:
-                continue
-            result = evaluate(
-                plan.program,
-                plan.data,
-                name=plan.name,
-                step=state.step,
-                seed=settings.seed,
-                success_threshold=plan.success_threshold,
+        number = state.step + 1
+        if number in settings.dump_steps:
+            self.save(self.folder.dump(number) / "before")
+        began = time.perf_counter()
+        done = self.iterate()
+        numbers = step_metrics(self.program, done)
+        row = {**numbers, **timing_metrics(self.program, done, time.perf_counter() - began)}
+        bad = bool(done.nonfinite_rows) or numbers.get("skipped_steps", 0) > 0
+        state.nonfinite_in_a_row = state.nonfinite_in_a_row + 1 if bad else 0
+        if number in settings.dump_steps or bad:
+            for label, reason in dump_edges(self.folder.dump(number) / "edges", done.values):
+                display.message(f"The output of {label} could not be dumped: {reason}")
+        if settings.samples_every and (number == 1 or number % settings.samples_every == 0):
+            samples.log(number, self._samples_of(done))
+        metrics.log(number, row)
+        display.update(number, row)
+        if done.carried:
+            display.message(f"Step {number}: too few groups passed the filter; they are carried over, nothing was updated.")
+        if bad:
+            self._nonfinite(number, done, metrics, display)
+
+    def _nonfinite(self, number: int, done: Iteration, metrics: MetricsLog, display: Display) -> None:
+        limit, count = self.settings.max_nonfinite_steps, self.state.nonfinite_in_a_row
+        rows = ", ".join(map(str, done.nonfinite_rows[:8])) or "unknown rows"
+        rows += f" and {len(done.nonfinite_rows) - 8} more" if len(done.nonfinite_rows) > 8 else ""
+        display.message(
+            f"Step {number}: a loss or gradient was not finite; the optimiser step was skipped. "
+            f"Rows (prompt_id, sample_id): {rows}. Dumped to {self.folder.dump(number)}"
+        )
+        if count > limit:
+            metrics.flush()
+            raise NonFiniteError(
+                f"{count} iterations in a row had a non-finite loss or gradient",
+                expected=f"at most {limit} (max_nonfinite_steps)",
+                received=f"the last one at step {number}, rows (prompt_id, sample_id) {rows}",
+                do=f"look at the step with `flowrl replay {self.folder.path} {number}`; lower the learning rate or clip harder",
             )
+
+    def _samples_of(self, done: Iteration) -> list[dict[str, Any]]:
+        rollouts = main_rollouts(self.program, done)
+        rewards = [v for v in done.values.values() if isinstance(v, Rewards)]
+        return [] if rollouts is None else sample_rows(rollouts, rewards[-1] if rewards else None)
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, metrics: MetricsLog, display: Display, plans: Sequence[EvaluationPlan]) -> bool:
+        """Run these evaluations now; whether the metric that decides ``keep_best`` is better than ever."""
+        state, best = self.state, self.settings.keep_best
+        found: dict[str, float] = {}
+        for plan in plans:
+            result = evaluate(plan, step=state.step, seed=self.settings.seed)
             named = {f"eval/{plan.name}/{k}": v for k, v in result.metrics.items()}
             metrics.log(state.step, named)
             display.evaluation(plan.name, named)
-            results.append(result)
-            value = named.get(settings.keep_best or "")
-            if value is not None and not at_start and not math.isnan(value):
-                if state.best_value is None or value > state.best_value:
-                    state.best_value, state.best_step = value, state.step
-                    self._checkpoint(metrics)
-        return results
+            found |= named
+            self.results[plan.name] = [*self.results[plan.name][:1], result]
+        if best is not None and best not in found and any(best.startswith(f"eval/{p.name}/") for p in plans):
+            raise FlowError(
+                f"keep_best asks for {best!r}, which no evaluation gives", received=sorted(found), do=nearest(best, found)
+            )
+        value = found.get(best or "", math.nan)
+        better = state.step > 0 and not math.isnan(value) and (state.best_value is None or value > state.best_value)
+        if better:
+            state.best_value, state.best_step = value, state.step
+        for plan in plans:
+            save_evaluation(self.folder.evaluations, self.results[plan.name][-1], kept={state.best_step or 0})
+        return better
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _checkpoint(self, metrics: MetricsLog) -> None:
         metrics.flush()  # first: a checkpoint's metrics are never missing
         self.save(self.folder.checkpoints)
-        protected = {self.state.best_step} - {None}
-        ckpt.prune(self.folder.checkpoints, keep_last=self.settings.keep_last, protected=protected)  # type: ignore[arg-type]
+        protected = {self.state.best_step} if self.state.best_step is not None else set()
+        ckpt.prune(self.folder.checkpoints, keep_last=self.settings.keep_last, protected=protected)
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint of this moment into ``folder``."""
-        state = self.state
-        progress = ckpt.Progress(
-            state.step,
-            dict(state.cursors),
-            {
-                "nonfinite_in_a_row": state.nonfinite_in_a_row,
-                "best_value": state.best_value,
-                "best_step": state.best_step,
-            },
-        )
         return ckpt.save_checkpoint(
             folder,
-            progress=progress,
+            progress=self.state,
             identity=self.identity,
             models=self.changing,
             states=self.states,
             bindings=self.bindings,
         )
 
-    def restore(self, path: Path) -> None:
-        """Go back to a checkpoint.
+    def restore(self, path: Path | None) -> None:
+        """Go to a checkpoint, or to step 0.
 
         Raises:
             CheckpointError: it is damaged, or of another flow, seed or data set.
         """
         ckpt.load_frozen(self.folder.frozen, self.frozen, self.bindings)
-        progress = ckpt.load_checkpoint(
-            path, identity=self.identity, models=self.changing, states=self.states, bindings=self.bindings
-        )
-        self.state = RunState(progress.step, progress.cursors, **progress.counters)
+        if path is not None:
+            self.state = ckpt.load_checkpoint(
+                path, identity=self.identity, models=self.changing, states=self.states, bindings=self.bindings
+            )
 
-    def _restore(self, resume: bool, display: Display) -> None:
+    def check_resume(self) -> None:
+        """What can be known of a resume before any weight is loaded.
+
+        Raises:
+            CheckpointError: the newest checkpoint is damaged, of another flow, or beyond the steps that are asked for.
+        """
+        found = ckpt.list_checkpoints(self.folder.checkpoints)
+        if not found:
+            return
+        step = ckpt.read_progress(found[-1], self.identity).step
+        if step > self.settings.num_steps:
+            raise CheckpointError(
+                f"The run in {self.folder.path} has more steps than are asked for",
+                expected=f"num_steps of at least {step}, the steps that it has",
+                received=f"num_steps={self.settings.num_steps}",
+                do="ask for more steps; they count from the start of the run",
+            )
+
+    def _begin(self, resume: bool, display: Display) -> None:
+        """Restore the newest checkpoint, or begin at step 0."""
         found = ckpt.list_checkpoints(self.folder.checkpoints) if resume else []
         if found:
             self.restore(found[-1])
-            display.message(f"Resumed from {found[-1]}, after step {self.state.step}.")
-            return
-        if resume:
-            display.message("No checkpoint yet: the run starts at step 0.")
-            ckpt.load_frozen(self.folder.frozen, self.frozen, self.bindings)
-        ckpt.save_frozen(self.folder.frozen, self.frozen, self.bindings)
-
-    # -- dumps -------------------------------------------------------------------------------------------------------
-
-    def dump_before(self, step: int) -> None:
-        """Keep the state before a step, so that the step can be replayed alone."""
-        self.save(self.folder.dumps / f"step-{step:06d}" / "before")
-
-    def dump_edges(self, step: int, done: Iteration, cursors: Mapping[str, int]) -> None:
-        """Keep everything that travelled on the edges of a step, one Arrow file a call."""
-        import pyarrow as pa
-
-        folder = self.folder.dumps / f"step-{step:06d}" / "edges"
-        folder.mkdir(parents=True, exist_ok=True)
-        for label, value in done.values.items():
-            if isinstance(value, Batch) and hasattr(value, "to_arrow") and type(value).__name__ != "LossTerm":
-                table = value.to_arrow()
-                with pa.OSFile(str(folder / f"{label.replace('/', '_')}.arrow"), "wb") as sink:
-                    with pa.ipc.new_file(sink, table.schema) as writer:
-                        writer.write_table(table)
+            step, most = self.state.step, self.settings.num_steps
+            more = "" if step < most else " The run has all its steps: there is nothing to do."
+            display.message(f"Resumed from {found[-1]}, after step {step}.{more}")
+        else:
+            ckpt.save_frozen(self.folder.frozen, self.frozen, self.bindings)
+            if resume:
+                self.restore(None)
+                display.message("There is no checkpoint yet: the run starts at step 0.")
+        for plan in self.evaluations if resume else ():
+            results = load_evaluations(self.folder.evaluations, plan.name, up_to=self.state.step)
+            self.results[plan.name] = [*results[:1], *results[1:][-1:]]
+        for path in self.folder.dumps.glob("step-*") if resume else ():
+            if ckpt.step_of(path) > self.state.step:  # it is run again
+                shutil.rmtree(path)
 
 
 def refuse_staleness(program: Program) -> None:
@@ -335,38 +336,3 @@ def refuse_staleness(program: Program) -> None:
             received=stale[0].max_staleness,
             do="leave max_staleness out",
         )
-
-
-def _samples_of(done: Iteration) -> list[dict[str, Any]]:
-    rewards = [v for v in done.values.values() if isinstance(v, Rewards)]
-    rollouts = [v for v in done.values.values() if isinstance(v, Rollouts)]
-    return [row for r in rollouts[-1:] for row in sample_rows(r, rewards[-1] if rewards else None)]
-
-
-@dataclass
-class Stop:
-    """The signal that asked the run to stop, if any."""
-
-    signal_number: int | None = None
-
-
-@contextlib.contextmanager
-def stop_on_signals(say: Callable[[str], None]) -> Iterator[Stop]:
-    """The first Ctrl-C or SIGTERM lets the current step finish and a checkpoint be written; the second ends at once."""
-    stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals are the main thread's business
-        return
-
-    def handle(number: int, frame: Any) -> None:
-        if stop.signal_number is not None:
-            raise KeyboardInterrupt
-        stop.signal_number = number
-        say(f"{signal.Signals(number).name}: finishing this step and writing a checkpoint; once more to stop at once.")
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

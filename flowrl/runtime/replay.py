@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl import context
-from flowrl.errors import RunFolderError
+from flowrl.errors import CheckpointError, RunFolderError
 from flowrl.runtime import checkpoint as ckpt
-from flowrl.runtime.interpreter import Iteration, run_iteration
+from flowrl.runtime.interpreter import Iteration
 from flowrl.runtime.local import LocalRuntime
+from flowrl.runtime.manifest import changes, layout
 from flowrl.runtime.metrics import read_metrics
+from flowrl.runtime.run_folder import RunFolder
 from flowrl.runtime.saved_run import load_run
 from flowrl.runtime.step_metrics import step_metrics
 
@@ -26,6 +28,7 @@ class Replay:
         recorded: the run's metrics of that step, times aside.
         replayed: the same, computed again.
         iteration: everything that the step made.
+        differences: what is other than it was in the run (threads, torch, …), a text each.
     """
 
     step: int
@@ -33,6 +36,7 @@ class Replay:
     recorded: dict[str, float]
     replayed: dict[str, float]
     iteration: Iteration
+    differences: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -43,11 +47,14 @@ class Replay:
 
     def table(self) -> str:
         """The two columns side by side, differences marked."""
+        names = sorted(self.recorded.keys() | self.replayed.keys())
+        width = max(map(len, names), default=0)
         lines = [f"Step {self.step}, replayed from {self.started_from}:"]
-        for name in sorted(self.recorded.keys() | self.replayed.keys()):
+        for name in names:
             a, b = self.recorded.get(name), self.replayed.get(name)
             mark = "  " if a is not None and b is not None and _same(a, b) else "≠ "
-            lines.append(f"{mark}{name:40} recorded {a!s:24} replayed {b}")
+            lines.append(f"{mark}{name:{width}}  recorded {a!s:22}  replayed {b}")
+        lines += [f"Changed since the run: {text}." for text in self.differences]
         lines.append("All metrics are equal." if self.equal else "The replay differs from the record.")
         return "\n".join(lines)
 
@@ -64,27 +71,25 @@ def replay_step(folder: Path, step: int) -> Replay:
 
     Raises:
         RunFolderError: the folder is not a run, or the step was not run.
+        CheckpointError: the checkpoint that it would start from is damaged, or the weights at step 0 are not there any more.
     """
-    local = load_run(folder)
-    table = read_metrics(folder)
-    recorded = next((row for row in table.to_pylist() if row["step"] == step), None)
+    manifest = RunFolder(folder).read_manifest()
+    table = read_metrics(folder).to_pylist()
+    recorded = next((row for row in table if row["step"] == step), None)
     if step < 1 or recorded is None:
-        steps = [s for s in table.column("step").to_pylist() if s > 0]
+        last = max((row["step"] for row in table), default=0)
         raise RunFolderError(
             f"Step {step} is not in {folder}",
-            expected=f"a step from 1 to {max(steps, default=0)}",
+            expected=f"a step from 1 to {last}" if last else "a run with a step",
             received=step,
         )
-    started_from = _go_before(local, step)
+    local = load_run(folder)
+    started_from = _go_before(local, step, manifest.get("weights", {}))
     with context.use_bindings(local.bindings):
         try:
-            while True:
-                done = run_iteration(
-                    local.program, draw=local.draw, seed=local.settings.seed, iteration=local.state.step
-                )
-                local.state.step += 1
-                if local.state.step == step:
-                    break
+            done = local.iterate()
+            while local.state.step < step:
+                done = local.iterate()
         finally:
             local.close()
     numbers = {
@@ -92,15 +97,23 @@ def replay_step(folder: Path, step: int) -> Replay:
         for k, v in recorded.items()
         if v is not None and k not in ("step", "tokens_per_second") and not k.startswith(("time/", "eval/"))
     }
-    return Replay(step, started_from, numbers, step_metrics(local.program, done), done)
+    differences = changes(manifest.get("layout", {}), layout(local.program))
+    return Replay(step, started_from, numbers, step_metrics(local.program, done), done, tuple(differences))
 
 
-def _go_before(local: LocalRuntime, step: int) -> str:
-    folders = [local.folder.dumps / f"step-{step:06d}" / "before", local.folder.checkpoints]
-    for folder in folders:
-        usable = [p for p in ckpt.list_checkpoints(folder) if int(p.name.removeprefix("step-")) < step]
+def _go_before(local: LocalRuntime, step: int, weights: dict[str, str]) -> str:
+    for folder in (local.folder.dump(step) / "before", local.folder.checkpoints):
+        usable = [p for p in ckpt.list_checkpoints(folder) if ckpt.step_of(p) < step]
         if usable:
             local.restore(usable[-1])
             return str(usable[-1])
-    ckpt.load_frozen(local.folder.frozen, local.frozen, local.bindings)
+    for name, digest in weights.items():
+        if local.weights(local.models[name])[1] != digest:
+            raise CheckpointError(
+                f"Step {step} would be replayed from step 0, and the source of Model {name!r} has changed since",
+                expected="the weights that the run began with",
+                received=f"others in {getattr(local.models[name], 'source', name)}",
+                do="replay a step behind a checkpoint or a dump (dump_steps)",
+            )
+    local.restore(None)
     return "step 0"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,16 @@ from typing import Any
 from flowrl.errors import RunFolderError
 from flowrl.runtime.atomic import write_atomically
 
+LOCK = ".lock"
+
 
 @dataclass(frozen=True)
 class RunFolder:
     """Paths of a run.
 
     ``run.json`` (what was asked and how it ended), ``program.pkl`` and ``plan.json``, ``metrics.parquet``, ``tensorboard/``,
-    ``samples/``, ``checkpoints/``, ``frozen/`` (weights at step 0), ``dumps/``, ``report.html``, ``export/``.
+    ``samples/``, ``evaluations/``, ``checkpoints/``, ``frozen/`` (weights at step 0), ``live/`` (models that were given as
+    objects, at step 0), ``dumps/``, ``report.html``, ``export/``.
     """
 
     path: Path
@@ -44,8 +50,20 @@ class RunFolder:
         return self.path / "frozen"
 
     @property
+    def live(self) -> Path:
+        return self.path / "live"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
     def dumps(self) -> Path:
         return self.path / "dumps"
+
+    def dump(self, step: int) -> Path:
+        """Of one step: ``before/`` (a checkpoint) and ``edges/``."""
+        return self.dumps / f"step-{step:06d}"
 
     @property
     def report(self) -> Path:
@@ -71,7 +89,7 @@ class RunFolder:
                     else sorted(p.name for p in self.path.iterdir())[:8],
                     do="leave --resume out to start a new run there",
                 )
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif self.path.exists() and (not self.path.is_dir() or any(p.name != LOCK for p in self.path.iterdir())):
             raise RunFolderError(
                 f"Run folder {self.path} exists already",
                 expected="a new or an empty folder",
@@ -84,7 +102,41 @@ class RunFolder:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise RunFolderError(f"Cannot write in {self.path}", received=error, do="choose another --out") from None
+            raise RunFolderError(
+                f"Cannot write in {self.path}", expected="a folder that can be written", received=error, do="choose another --out"
+            ) from None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside the body no other process runs in this folder. The system lets go of it when this process ends.
+
+        Raises:
+            RunFolderError: another process runs there now.
+        """
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(handle, 32).decode().strip()
+                raise RunFolderError(
+                    f"Another process runs in {self.path}",
+                    expected="one process a run folder",
+                    received=f"process {owner}" if owner else "a process that holds its lock",
+                    do="wait for it or end it, or choose another --out",
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            else:
+                os.ftruncate(handle, 0)
+                os.write(handle, f"{os.getpid()}\n".encode())
+            yield
+        finally:
+            os.close(handle)
+
+    def discard(self) -> None:
+        """Remove what a run that could not begin has left in a folder that was new."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def write_manifest(self, **values: Any) -> None:
         """Update ``run.json``."""
@@ -107,10 +159,13 @@ class RunFolder:
             raise RunFolderError(f"{self.manifest} is damaged", received=error) from None
 
     def require_space(self, needed: int) -> None:
-        """Refuse to start where a checkpoint would not fit.
+        """Refuse to start where the checkpoints would not fit.
 
         Args:
             needed: bytes.
+
+        Raises:
+            RunFolderError: with what is needed and what is free.
         """
         free = shutil.disk_usage(self.path).free
         if free < needed:
@@ -128,20 +183,3 @@ def default_folder(name: str) -> Path:
     while (path := Path("runs") / f"{name}-{number:03d}").exists():
         number += 1
     return path
-
-
-def environment() -> dict[str, str]:
-    """Versions and machine, for the manifest and the report."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    import flowrl
-
-    out = {"flowrl": flowrl.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    out["cpus"] = str(os.cpu_count())
-    for package in ("torch", "transformers", "pyarrow"):
-        try:
-            out[package] = version(package)
-        except PackageNotFoundError:
-            out[package] = "not installed"
-    return out

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowrl.drawing.svg import one_line
 from flowrl.runtime.formats import below, is_finite, number, pairs, seconds, sparkline
 
 #: What is shown, in this order: the name of the metric, the name on the screen.
@@ -20,7 +21,6 @@ SHOWN = (
     ("learning_rate", "learning rate"),
     ("ess", "effective sample size"),
     ("tokens_per_second", "tokens/s"),
-    ("skipped_steps", "skipped steps"),
 )
 
 # Under "reward/", but not a component of the reward.
@@ -31,13 +31,13 @@ _MESSAGES = 6
 
 @dataclass
 class RunView:
-    """What is known of the run: what every display draws from."""
+    """What is known of the run. A display may draw from it in a thread of its own."""
 
     num_steps: int
     title: str
     started: float = field(default_factory=time.monotonic)
     step: int = 0
-    first_step: int | None = None
+    skipped: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
@@ -47,16 +47,21 @@ class RunView:
     done: bool = False
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A step is done."""
         now = time.monotonic()
         took = metrics.get("time/step")
-        if not is_finite(took):
-            took = now - (self.last_update if self.last_update is not None else self.started)
-        self.step_seconds.append(float(took))
+        # From one step to the next also counts evaluations and checkpoints; before the first, models were loaded.
+        since = now - (self.started if self.last_update is None else self.last_update)
+        if is_finite(took):
+            since = took if self.last_update is None else max(took, since)
+        self.step_seconds.append(float(since))
         self.last_update = now
         self.step = step
         self.metrics = {n: v for n, v in metrics.items() if v is not None}
-        if is_finite(self.metrics.get("reward/mean")):
-            self.rewards.append(float(self.metrics["reward/mean"]))
+        skipped, reward = self.metrics.get("skipped_steps"), self.metrics.get("reward/mean")
+        self.skipped += int(skipped) if is_finite(skipped) else 0
+        if is_finite(reward):
+            self.rewards.append(float(reward))
 
     @property
     def elapsed(self) -> float:
@@ -75,26 +80,19 @@ class RunView:
         if "reward/mean" in m:
             parts = below(m, "reward", skip=_NOT_COMPONENTS)
             detail = f"   {pairs(parts)}" if parts else ""
-            yield "reward", f"{number(m['reward/mean'])}  {sparkline(self.rewards)}{detail}"
+            yield "reward", f"{number(m['reward/mean'])}  {sparkline(list(self.rewards))}{detail}"
         for name, shown in SHOWN:
-            if name in m and not (name == "skipped_steps" and not m[name]):
+            if name in m:
                 yield shown, number(m[name])
+        if self.skipped:
+            yield "skipped optimiser steps", f"{self.skipped} so far"
         if "length/mean" in m:
             longest = f", longest {number(m['length/max'])}" if "length/max" in m else ""
             yield "response length", f"mean {number(m['length/mean'])}{longest}"
         if "time/step" in m:
-            yield "step time", f"{seconds(m['time/step'])}   {self._shares()}".rstrip()
-        for name, metrics in self.evaluations.items():
+            yield "step time", f"{seconds(m['time/step'])}   {_shares(m)}".rstrip()
+        for name, metrics in list(self.evaluations.items()):
             yield f"eval {name}", pairs(metrics)
-
-    def _shares(self, limit: int = 4) -> str:
-        """The calls that take the most time, with their share of the step."""
-        total = self.metrics["time/step"]
-        calls = below(self.metrics, "time", skip=("step",))
-        timed = sorted(((n, v) for n, v in calls.items() if is_finite(v)), key=lambda nv: -nv[1])[:limit]
-        if not is_finite(total) or total <= 0:
-            return ""
-        return " · ".join(f"{name} {value / total:.0%}" for name, value in timed)
 
     def line(self) -> str:
         """The step in one line."""
@@ -103,15 +101,9 @@ class RunView:
         parts = [f"step {self.step:>{width}}/{self.num_steps}"]
         if "reward/mean" in m:
             components = below(m, "reward", skip=_NOT_COMPONENTS)
-            parts.append(
-                f"reward {number(m['reward/mean'])}" + (f" ({pairs(components)})" if len(components) > 1 else "")
-            )
-        short = {
-            "clip_fraction": "clip",
-            "grad_norm": "grad",
-            "tokens_per_second": "tok/s",
-            "skipped_steps": "skipped",
-        }
+            detail = f" ({pairs(components)})" if len(components) > 1 else ""
+            parts.append(f"reward {number(m['reward/mean'])}{detail}")
+        short = {"clip_fraction": "clip", "grad_norm": "grad", "tokens_per_second": "tok/s"}
         for name in ("loss", "kl", "entropy", "clip_fraction", "grad_norm", "ess", "tokens_per_second"):
             if name in m:
                 parts.append(f"{short.get(name, name)} {number(m[name])}")
@@ -130,3 +122,13 @@ class RunView:
         if self.done and self.step >= self.num_steps:
             return text + " · done"
         return text + (f" · ETA {seconds(self.seconds_left)}" if self.seconds_left is not None else "")
+
+
+def _shares(metrics: Mapping[str, Any], limit: int = 4) -> str:
+    """The calls that take the most time, with their share of the step."""
+    total = metrics["time/step"]
+    timed = [(n, v) for n, v in below(metrics, "time", skip=("step",)).items() if is_finite(v)]
+    if not is_finite(total) or total <= 0:
+        return ""
+    slowest = sorted(timed, key=lambda pair: -pair[1])[:limit]
+    return " · ".join(f"{one_line(name)} {value / total:.0%}" for name, value in slowest)

@@ -18,7 +18,6 @@ from flowrl.errors import DataError
 from flowrl.models import Model
 from tests.tiny import BOS_ID, CHAT_TEMPLATE, EOS_ID, tiny_actor, tiny_tokenizer
 
-
 PINNED = [3, 5, 2, 7, 0, 6, 1, 4]
 PINNED_ROWS = [7, 2, 6, 5, 4, 1, 0, 3]
 
@@ -178,6 +177,16 @@ def test_demonstrations_are_prompt_completion_eos() -> None:
     assert batch.spans.policy_versions.to_lists() == [[-1, -1]]
     assert (batch.prompt_id.tolist(), batch.sample_id.tolist()) == ([7], [0])
     assert batch.tokens.values.dtype == torch.int64
+
+
+@pytest.mark.parametrize("as_chat", [True, False])
+def test_prompts_of_demonstrations_are_those_of_a_rollout(as_chat: bool) -> None:
+    actor = tiny_actor()
+    rows = [{"prompt": f"prompt {i}", "completion": "x"} for i in range(3)]
+    shown = demonstrations(rows, actor, as_chat=as_chat).rows(0, 3, seed=0)
+    asked = PromptDataset.from_rows(rows, as_chat=as_chat).rows(0, 3, seed=0)
+    encoded = actor.bound_engine().encode(asked.messages)
+    assert shown.tokens.slice_rows(torch.zeros(3, dtype=torch.int64), shown.prompt_lengths) == encoded
 
 
 def test_plain_prompts_are_encoded_as_they_are() -> None:

@@ -292,7 +292,7 @@ any_line = st.binary(max_size=30) | json_values.map(lambda v: json.dumps(v).enco
 contents = st.lists(any_line | st.just(GOOD.strip()), max_size=4).map(b"\n".join) | st.binary(max_size=60)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents)
 def test_any_bytes_are_read_or_refused(tmp_path: Path, content: bytes) -> None:
     path = write(tmp_path, content)

@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -144,6 +145,24 @@ def test_verifier_is_small_and_picklable() -> None:
     assert verifier(batch.extras["answer"][0], batch.extras["entry"][0]) == 1.0
     assert verifier("77777", batch.extras["entry"][0]) < 1.0
     assert verifier.__name__ == "chain_sum"
+
+
+def test_verifier_in_a_reward_node() -> None:
+    import torch
+
+    from flowrl.nodes.reward import FunctionReward
+    from tests.tiny import recorded_rollouts
+
+    task = chain_sum()
+    batch = task.dataset.unshuffled(0, 2)
+    right, wrong = batch.extras["answer"][0], "77777"
+    rollouts = replace(
+        recorded_rollouts(num_prompts=2, group_size=1), response_text=(right, wrong), extras=batch.extras
+    )
+    rewards = FunctionReward(task.verifier, timeout=60.0)(rollouts)
+    assert list(rewards.components) == ["chain_sum"]
+    assert rewards.valid.tolist() == [1, 1]
+    assert rewards.totals[0] == 1.0 and torch.lt(rewards.totals[1], 1.0)
 
 
 def test_answer_tag_scores_what_stands_in_the_last_tag() -> None:

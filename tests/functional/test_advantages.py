@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.functional.advantages import discounted_sums, gae, group_advantages, spread_over_tokens
@@ -52,6 +52,7 @@ class TestGae:
         _, returns = gae(ragged([1.0, 2.0, 3.0]), ragged([0.3, -0.7, 0.1]), mask_of([1, 1, 1]), gamma=1, lam=1)
         torch.testing.assert_close(returns.values, torch.tensor([6.0, 5.0, 3.0]))
 
+    @settings(max_examples=40, deadline=None)
     @given(st.lists(st.lists(st.floats(-5, 5), max_size=9), max_size=5), st.floats(0, 1))
     def test_discounted_sums_are_a_backward_scan(self, rows: list[list[float]], discount: float) -> None:
         column = Ragged.from_rows(rows, torch.float64)
@@ -85,6 +86,7 @@ class TestGroupAdvantages:
         assert got.tolist() == [0.0] * 4
         assert group_advantages(rewards[:0], self.prompt_id[:0]).tolist() == []
 
+    @settings(max_examples=50, deadline=None)
     @given(
         st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3, width=32)), min_size=1, max_size=12),
         st.randoms(use_true_random=False),

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import FlowError
@@ -53,6 +53,7 @@ def test_half_precision_is_summed_in_float32(mode: str) -> None:
     assert total.dtype == torch.float32
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.booleans(), st.floats(-9, 9)), max_size=5), max_size=6),
     st.integers(0, 6),

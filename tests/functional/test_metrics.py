@@ -2,13 +2,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import FlowError
 from flowrl.functional.metrics import effective_sample_size, length_stats, pass_at_k, sampled_entropy
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 12), st.data())
 def test_pass_at_k_is_the_formula(n: int, data) -> None:
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))

@@ -69,7 +69,7 @@ def test_every_outcome_stays_with_its_call(pools) -> None:
         return offset + len(how)  # a closure
 
     hows = ["ok", "raise", "_exit", "ok", "kill", "hang", "ok", "exit", "print", "huge", "unpicklable", "ok"]
-    outcomes = dict(enumerate(pools(misbehave, timeout=1.5).map([{"how": h} for h in hows])))
+    outcomes = dict(enumerate(pools(misbehave, timeout=1.5, num_workers=2).map([{"how": h} for h in hows])))
     for call in (0, 3, 6, 11):
         assert outcomes[call] == Returned(12)
     assert isinstance(outcomes[1], Raised) and outcomes[1].message == "ValueError: no number here"
