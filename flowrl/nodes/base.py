@@ -83,13 +83,8 @@ class Node(_NodeTransform):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_shadowing(cls)
-        declared = {k: v for k, v in cls.__dict__.items() if isinstance(v, Field)}
-        dataclass(frozen=True)(cls)
-        # A user may also write @dataclass(frozen=True): it must find the class as it was written.
-        for name, value in declared.items():
-            setattr(cls, name, value)
-        for name in ("__setattr__", "__delattr__"):
-            delattr(cls, name)
+        if "__dataclass_params__" not in cls.__dict__:  # it is there when @dataclass(slots=True) makes a class anew
+            _make_dataclass(cls)
         if "__call__" in cls.__dict__:
             call = cls.__dict__["__call__"]
             body = getattr(
@@ -205,6 +200,16 @@ def held(value: Any, kind: type[T]) -> Iterator[T]:
     elif is_dataclass(value) and not isinstance(value, type | BaseModel | State | Batch):
         for f in fields(value):
             yield from held(getattr(value, f.name), kind)
+
+
+def _make_dataclass(cls: type) -> None:
+    declared = {k: v for k, v in cls.__dict__.items() if isinstance(v, Field)}
+    dataclass(frozen=True)(cls)
+    # A user may also write @dataclass(frozen=True): it must find the class as it was written.
+    for name, value in declared.items():
+        setattr(cls, name, value)
+    for name in ("__setattr__", "__delattr__"):
+        delattr(cls, name)
 
 
 def _refuse_shadowing(cls: type) -> None:

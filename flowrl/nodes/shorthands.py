@@ -4,6 +4,7 @@ is ``Updater(…)(Loss(…)(…))``, written out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field
 from typing import ClassVar
 
@@ -72,6 +73,10 @@ class GRPOUpdater(OneTermUpdater):
     entropy_coef: float = field(default=0.0, kw_only=True)
     kl_coef: float = field(default=0.0, kw_only=True)
     kl_estimator: str = field(default="k3", kw_only=True)
+
+    def wiring_problems(self, given: frozenset[str]) -> Iterable[str]:
+        """The short form asks here whether reference log-probs are to be wired."""
+        yield from GRPOLoss(kl_coef=self.kl_coef).wiring_problems(given)
 
     def __call__(
         self,

@@ -19,7 +19,7 @@ def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
     ``logprob_difference/…`` compares the sampler's log-probs with the trainer's (law 10).
     """
     out: dict[str, float] = {}
-    writers = [c for c in program.calls if c.node.writes()]
+    writers = [c for c in program.calls if isinstance(done.values.get(c.label), TrainStats)]  # not those of a State
     samplers = [c.label for c in program.calls if c.node.kind == "rollout"]
     for call in program.calls:
         value = done.values.get(call.label)

@@ -187,8 +187,8 @@ def test_adaptive_kl_with_a_state(tmp_path: Path) -> None:
     _, ran = run_both(adaptive_kl, tmp_path / "run", steps=4)
     coef = 0.2
     for row in ran.metrics:  # the reader of step i sees what was written after step i − 1
-        assert row["kl_coef"] == pytest.approx(coef, rel=1e-6)
+        assert row["AdaptivePenalty#0/kl_coef"] == pytest.approx(coef, rel=1e-6)
         coef *= 1 + 0.1 * max(-1.0, min(1.0, row["kl"] / 0.05 - 1))
-    assert ran.metrics[1]["kl_coef"] == pytest.approx(0.18)  # no KL at step 1: a tenth down
-    assert ran.metrics[-1]["kl_coef"] > ran.metrics[-2]["kl_coef"]  # and up again, now that it moves away
+    assert ran.metrics[1]["AdaptivePenalty#0/kl_coef"] == pytest.approx(0.18)  # no KL at step 1: a tenth down
+    assert ran.metrics[-1]["AdaptivePenalty#0/kl_coef"] > ran.metrics[-2]["AdaptivePenalty#0/kl_coef"]  # and up again, now that it moves away
     assert WeightEdge("kl_coef", "AdaptCoefficient#0", "AdaptivePenalty#0") in adaptive_kl().flow.weight_edges

@@ -38,7 +38,7 @@ def flows(draw: st.DrawFn) -> tuple[dict[str, tuple[float, float]], list[Line], 
 
 
 @given(flows())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_boxes_are_apart_and_lines_go_around_them(
     flow: tuple[dict[str, tuple[float, float]], list[Line], list[WeightLine]],
 ) -> None:

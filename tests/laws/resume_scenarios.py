@@ -1,7 +1,8 @@
-"""Runs, kills and resumes a tiny PPO run many times: `python -m tests.laws.resume_scenarios FOLDER`.
+"""Runs, kills and resumes a run many times: `python -m tests.laws.resume_scenarios FOLDER`.
 
 Heavy imports are paid once: each run is a fork of this process, which itself never computes anything, so that no thread of
-torch exists when it forks. Prints one JSON object: by scenario, how the killed process and the resumed one ended.
+torch exists when it forks. Every kill leaves a witness: the functions that were running. Prints one JSON object: by
+scenario, how the killed process and the resumed one ended.
 """
 
 from __future__ import annotations
@@ -12,114 +13,168 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 NUM_STEPS = 5
 
-#: By name: (what is wrapped, at which call of it the process is killed, whether the call is done first).
-#: The run takes 5 steps with a checkpoint after each. A step draws 3 prompts; an epoch has 4: it ends within steps 2 and 3.
-SCENARIOS: dict[str, tuple[str, int, bool]] = {
-    "mid-generation, step 2": ("forward while generating", 10, False),
-    "mid-generation, step 3": ("forward while generating", 16, True),
-    "mid-generation, last step": ("forward while generating", 30, False),
-    "before the optimiser, step 2": ("optimizer.step", 7, False),
-    "after the optimiser, step 2": ("optimizer.step", 7, True),
-    "mid-optimiser, step 2": ("half of optimizer.step", 8, True),
-    "mid-optimiser of the critic, step 2": ("half of optimizer.step", 10, True),
-    "mid-optimiser, step 4": ("half of optimizer.step", 18, True),
-    "mid-checkpoint, first file, step 2": ("torch.save", 4, False),
-    "mid-checkpoint, later file, step 2": ("torch.save", 5, True),
-    "mid-checkpoint, last step": ("torch.save", 13, True),
-    "between write and rename, step 2": ("checkpoint rename", 2, False),
-    "between rename and what follows, step 2": ("checkpoint rename", 2, True),
-    "between write and rename, last step": ("checkpoint rename", 5, False),
-    "while old checkpoints are deleted": ("rmtree", 6, False),
-    "before the metrics are replaced": ("metrics replace", 3, False),
-    "after the metrics are replaced": ("metrics replace", 3, True),
-    "epoch boundary, before its draw": ("draw", 3, False),
-    "epoch boundary, after its draw": ("draw", 3, True),
-    "in the reward, step 3": ("reward", 3, False),
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a process is killed.
+
+    Args:
+        point: a name in :func:`points`.
+        step: the training step in which it is; 0 is before the first, and a step lasts until the next one begins.
+        number: at which passage of the point within that step, from 1.
+        after: whether the call is done first.
+        inside: functions that must be running then, which the witness proves.
+        checkpoint: the newest whole checkpoint that must be there then.
+    """
+
+    point: str
+    step: int
+    number: int
+    after: bool
+    inside: tuple[str, ...]
+    checkpoint: int
+
+
+_TRAINING, _SAVING = ("iterate", "train_step"), ("_checkpoint", "write_folder")
+SCENARIOS: dict[str, Kill] = {
+    "while the frozen reference is written": Kill("torch.save", 0, 1, True, ("save_frozen", "write_folder"), 0),
+    "mid-generation, step 1": Kill("forward", 1, 4, False, ("iterate", "generate"), 0),
+    "mid-generation, step 2": Kill("forward", 2, 3, False, ("iterate", "generate"), 1),
+    "mid-generation, step 3": Kill("forward", 3, 1, True, ("iterate", "generate"), 2),
+    "mid-generation, last step": Kill("forward", 5, 4, False, ("iterate", "generate"), 4),
+    "in the reward, step 3": Kill("reward", 3, 2, False, ("iterate", "run_here"), 2),
+    "mid-backward, step 2": Kill("backward", 2, 2, True, _TRAINING, 1),
+    "before the optimiser, step 2": Kill("optimizer", 2, 1, False, _TRAINING, 1),
+    "after the optimiser, step 2": Kill("optimizer", 2, 1, True, _TRAINING, 1),
+    "mid-optimiser, step 2": Kill("half of optimizer", 2, 2, True, _TRAINING, 1),
+    "mid-optimiser, step 4": Kill("half of optimizer", 4, 3, True, _TRAINING, 3),
+    "mid-optimiser of the critic, step 2": Kill("half of optimizer", 2, 5, True, _TRAINING, 1),
+    "between two writers, step 3": Kill("optimizer", 3, 4, True, _TRAINING, 2),
+    "while the Ema follows, step 3": Kill("follow", 3, 2, False, ("iterate", "follow_writers"), 2),
+    "mid-checkpoint, first file, step 2": Kill("torch.save", 2, 1, False, _SAVING, 1),
+    "mid-checkpoint, later file, step 2": Kill("torch.save", 2, 2, True, _SAVING, 1),
+    "mid-checkpoint, while files are synced, step 3": Kill("seal", 3, 4, False, _SAVING, 2),
+    "mid-checkpoint, last step": Kill("torch.save", 5, 3, True, _SAVING, 4),
+    "between write and rename, step 2": Kill("rename", 2, 1, False, _SAVING, 1),
+    "between rename and what follows, step 2": Kill("rename", 2, 1, True, _SAVING, 2),
+    "between write and rename, last step": Kill("rename", 5, 1, False, _SAVING, 4),
+    "before an old checkpoint is deleted": Kill("discard", 3, 1, False, ("_checkpoint", "prune"), 3),
+    "while an old checkpoint is deleted": Kill("half of discard", 4, 1, True, ("_checkpoint", "prune"), 4),
+    "before the metrics are replaced": Kill("metrics", 3, 1, False, ("_checkpoint", "flush"), 2),
+    "after the metrics are replaced": Kill("metrics", 3, 1, True, ("_checkpoint", "flush"), 2),
+    "epoch boundary within a draw, before it": Kill("draw", 2, 1, False, ("iterate", "_drawn"), 1),
+    "epoch boundary within a draw, after it": Kill("draw", 3, 1, True, ("iterate", "_drawn"), 2),
+    "epoch boundary between draws": Kill("draw", 5, 1, False, ("iterate", "_drawn"), 4),
+    "mid-evaluation, step 2": Kill("evaluation forward", 2, 2, False, ("_evaluate", "generate"), 1),
+    "after an evaluation is written, step 4": Kill("evaluation rename", 4, 1, True, ("_evaluate", "write_folder"), 3),
+    "while the trained model is exported": Kill("export", 5, 1, True, ("_finish", "replace_folder"), 5),
 }
 
 
-def kill_at(point: str, number: int, after: bool) -> None:
-    """Wrap the point so that this process is killed at its call of this number."""
-    import shutil
+class Killer:
+    """Wraps the point of a scenario, so that this process is killed there."""
 
+    def __init__(self, kill: Kill, out: Path) -> None:
+        self.kill, self.out = kill, out
+        self.step = self.count = 0
+
+    def now(self) -> None:
+        """Leave the witness, and die."""
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
+        found = self.out / "checkpoints"
+        whole = max((int(p.name[5:]) for p in found.glob("step-*") if (p / "manifest.json").exists()), default=0)
+        witness = {"step": self.step, "running": names, "checkpoint": whole}
+        self.out.with_suffix(".witness").write_text(json.dumps(witness))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wrap(
+        self, owner: Any, name: str, counts: Callable[..., bool] | None = None, half: Callable[..., None] | None = None
+    ) -> None:
+        """Die at the passage asked for of ``owner.name``: before it, after it, or after ``half`` of it.
+
+        Args:
+            counts: which calls count.
+        """
+        function = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            doomed = False
+            if self.step == self.kill.step and (counts is None or counts(*args, **kwargs)):
+                self.count += 1
+                doomed = self.count == self.kill.number
+            if doomed and half is not None:
+                half(function, *args, **kwargs)
+                self.now()
+            if doomed and not self.kill.after:
+                self.now()
+            result = function(*args, **kwargs)
+            if doomed:
+                self.now()
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def arm(self) -> None:
+        from flowrl.runtime.local import LocalRuntime
+
+        step = LocalRuntime._step
+
+        def counted(runtime: Any, *args: Any) -> None:
+            self.step, self.count = runtime.state.step + 1, 0
+            step(runtime, *args)
+
+        LocalRuntime._step = counted  # type: ignore[method-assign]
+        points(self)[self.kill.point]()
+
+
+def points(killer: Killer) -> dict[str, Callable[[], None]]:
+    """By name, what to wrap."""
     import torch
+    from transformers import LlamaModel
 
-    from flowrl.runtime import checkpoint
+    import tests.flows
+    from flowrl.runtime import checkpoint, worker
     from flowrl.runtime.engines.transformers import TransformersEngine
     from flowrl.runtime.local import LocalRuntime
 
-    calls = 0
+    def running(*names: str) -> bool:
+        stack = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+        return stack.issuperset(names)
 
-    def deadly(function: Callable[..., Any], counts: Callable[..., bool] = lambda *a, **k: True) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += counts(*args, **kwargs)
-            doomed = calls == number and counts(*args, **kwargs)
-            if doomed and not after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = function(*args, **kwargs)
-            if doomed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+    def half_optimizer(step: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = group["params"][: len(group["params"]) // 2]
+        step(optimizer, *args, **kwargs)
 
-        return wrapped
+    def half_discard(rmtree: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        next(p for p in Path(path).rglob("*") if p.is_file()).unlink()
 
-    if point == "forward while generating":
-        generating = False
-        generate = TransformersEngine.generate
-
-        def flagged(*args: Any, **kwargs: Any) -> Any:
-            nonlocal generating
-            generating = True
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                generating = False
-
-        TransformersEngine.generate = flagged  # type: ignore[method-assign]
-        from transformers import LlamaModel
-
-        LlamaModel.forward = deadly(LlamaModel.forward, lambda *a, **k: generating)  # type: ignore[method-assign]
-    elif point == "optimizer.step":
-        torch.optim.AdamW.step = deadly(torch.optim.AdamW.step)  # type: ignore[method-assign]
-    elif point == "half of optimizer.step":
-        step = torch.optim.AdamW.step
-
-        def half(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                for group in self.param_groups:
-                    group["params"] = group["params"][: len(group["params"]) // 2]
-                step(self, *args, **kwargs)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step(self, *args, **kwargs)
-
-        torch.optim.AdamW.step = half  # type: ignore[method-assign]
-    elif point == "torch.save":
-        torch.save = deadly(torch.save)
-    elif point == "checkpoint rename":
-        is_checkpoint = lambda a, b: ".step-" in str(a) and str(a).endswith(".writing")  # noqa: E731
-        checkpoint.os.rename = deadly(os.rename, is_checkpoint)  # type: ignore[assignment]
-    elif point == "rmtree":
-        shutil.rmtree = deadly(shutil.rmtree)
-    elif point == "metrics replace":
-        os.replace = deadly(os.replace, lambda a, b: str(b).endswith("metrics.parquet"))
-    elif point == "draw":
-        LocalRuntime.draw = deadly(LocalRuntime.draw)  # type: ignore[method-assign]
-    elif point == "reward":
-        import tests.flows
-
-        tests.flows.share_of_vowels = deadly(tests.flows.share_of_vowels)
-        calls = -2 * 6  # six rows a step: the first row of step 3 is the one
-        calls += number - 1
-    else:
-        raise ValueError(point)
+    return {
+        "forward": lambda: killer.wrap(LlamaModel, "forward", lambda *a, **k: running("iterate", "generate")),
+        "evaluation forward": lambda: killer.wrap(LlamaModel, "forward", lambda *a, **k: running("_evaluate", "generate")),
+        "backward": lambda: killer.wrap(torch.Tensor, "backward"),
+        "optimizer": lambda: killer.wrap(torch.optim.AdamW, "step"),
+        "half of optimizer": lambda: killer.wrap(torch.optim.AdamW, "step", half=half_optimizer),
+        "follow": lambda: killer.wrap(worker, "follow"),
+        "torch.save": lambda: killer.wrap(torch, "save"),
+        "seal": lambda: killer.wrap(checkpoint, "_seal", lambda *a: running("_checkpoint")),
+        "rename": lambda: killer.wrap(os, "rename", lambda *a: running("_checkpoint", "write_folder")),
+        "evaluation rename": lambda: killer.wrap(os, "rename", lambda *a: running("_evaluate", "write_folder")),
+        "discard": lambda: killer.wrap(checkpoint.shutil, "rmtree", lambda path, *a, **k: str(path).endswith(".discarded")),
+        "half of discard": lambda: killer.wrap(
+            checkpoint.shutil, "rmtree", lambda path, *a, **k: str(path).endswith(".discarded"), half=half_discard
+        ),
+        "metrics": lambda: killer.wrap(os, "replace", lambda a, b: str(b).endswith("metrics.parquet") and running("_checkpoint")),
+        "draw": lambda: killer.wrap(LocalRuntime, "draw"),
+        "reward": lambda: killer.wrap(tests.flows, "share_of_vowels"),
+        "export": lambda: killer.wrap(TransformersEngine, "export", lambda *a: running("_finish")),
+    }
 
 
 def train(out: Path, *, resume: bool) -> None:
@@ -127,14 +182,30 @@ def train(out: Path, *, resume: bool) -> None:
     import torch
 
     import flowrl
-    from tests.flows import prompts, tiny_ppo
+    from tests.flows import prompts
+    from tests.laws.everything import NUM_PROMPTS, everything, held_out
+    from tests.tiny import tiny_actor
 
     torch.set_num_threads(1)
-    flowrl.run(tiny_ppo(), prompts(4), NUM_STEPS, out=out, resume=resume, seed=3, checkpoint_every=1, progress=False)
+    actor = tiny_actor()
+    flowrl.run(
+        everything(actor),
+        prompts(NUM_PROMPTS),
+        NUM_STEPS,
+        out=out,
+        resume=resume,
+        seed=3,
+        evaluations=[held_out(actor, prompts(3))],
+        keep_best="eval/heldout/reward",
+        checkpoint_every=1,
+        samples_every=2,
+        progress=False,
+        report=False,
+    )
 
 
 def fork(body: Callable[[], None], log: Path) -> int:
-    """Run the body in a fork; its wait status."""
+    """Run the body in a fork; its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -143,6 +214,7 @@ def fork(body: Callable[[], None], log: Path) -> int:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         body()
+        sys.stdout.flush()
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -154,34 +226,49 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def place(folder: Path, name: str) -> Path:
+    """The run folder of a scenario."""
+    return folder / name.replace(" ", "_").replace(",", "")
+
+
+def killed_then_resumed(folder: Path, name: str) -> None:
+    out = place(folder, name)
+    log = out.with_suffix(".log")
+    killed = wait(fork(lambda: (Killer(SCENARIOS[name], out).arm(), train(out, resume=False))[-1], log))
+    # A run that was killed before it was under way is begun again, as a user would.
+    resumed = wait(fork(lambda: train(out, resume=(out / "run.json").exists()), log))
+    out.with_suffix(".json").write_text(json.dumps({"killed": killed, "resumed": resumed}))
+
+
 def main(folder: Path) -> None:
+    import pyarrow.parquet  # noqa: F401
+    import safetensors.torch  # noqa: F401
     import torch  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import flowrl.runtime.engines.transformers
     import flowrl.runtime.local  # noqa: F401
 
     folder.mkdir(parents=True, exist_ok=True)
+    waiting: list[str | None] = [None, *SCENARIOS]  # None is the undisturbed run
+    pids: dict[int, str | None] = {}
     results: dict[str, dict[str, int]] = {}
-    reference = fork(lambda: train(folder / "reference", resume=False), folder / "reference.log")
-    results["reference"] = {"exit": wait(reference)}
-
-    def killed_then_resumed(name: str) -> None:
-        out = folder / name.replace(" ", "_").replace(",", "")
-        log = out.with_suffix(".log")
-        doomed = fork(lambda: (kill_at(*SCENARIOS[name]), train(out, resume=False))[-1], log)
-        killed = wait(doomed)
-        resumed = wait(fork(lambda: train(out, resume=True), log))
-        out.with_suffix(".json").write_text(json.dumps({"killed": killed, "resumed": resumed}))
-
-    names = list(SCENARIOS)
-    for pair in zip(names[::2], [*names[1::2], None], strict=False):  # two at a time
-        pids = [fork(lambda n=n: killed_then_resumed(n), folder / "scenarios.log") for n in pair if n]  # type: ignore[misc]
-        for pid in pids:
-            wait(pid)
-    for name in names:
-        file = (folder / name.replace(" ", "_").replace(",", "")).with_suffix(".json")
-        results[name] = json.loads(file.read_text()) if file.exists() else {"killed": 1, "resumed": 1}
+    while waiting or pids:
+        while waiting and len(pids) < 2:  # two at a time
+            name = waiting.pop(0)
+            if name is None:
+                pid = fork(lambda: train(folder / "reference", resume=False), folder / "reference.log")
+            else:
+                pid = fork(lambda name=name: killed_then_resumed(folder, name), folder / "scenarios.log")  # type: ignore[misc]
+            pids[pid] = name
+        pid, status = os.wait()
+        name = pids.pop(pid)
+        if name is None:
+            results["reference"] = {"exit": os.waitstatus_to_exitcode(status)}
+        else:
+            file = place(folder, name).with_suffix(".json")
+            results[name] = json.loads(file.read_text()) if file.exists() else {"killed": 1, "resumed": 1}
     print(json.dumps(results))
 
 

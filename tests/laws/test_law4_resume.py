@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from flowrl.runtime.metrics import read_metrics
-from tests.laws.resume_scenarios import NUM_STEPS, SCENARIOS
+from tests.laws.resume_scenarios import NUM_STEPS, SCENARIOS, place
 
 ROOT = Path(__file__).parents[2]
 
-#: Forty short runs, two at a time; this machine's speed varies.
+#: Sixty short runs, two at a time; this machine's speed varies.
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -26,7 +26,7 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     folder = tmp_path_factory.mktemp("resume")
     command = [sys.executable, "-m", "tests.laws.resume_scenarios", str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, json.loads(done.stdout.splitlines()[-1])
 
@@ -39,23 +39,36 @@ def comparable(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def weights(folder: Path) -> dict[str, bytes]:
-    """The exported weights, byte for byte."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted((folder / "export").rglob("*.safetensors"))}
+def contents(folder: Path, *patterns: str) -> dict[str, bytes]:
+    """Files byte for byte."""
+    found = {p for pattern in patterns for p in folder.glob(pattern) if p.is_file()}
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(found)}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_killed_and_resumed_equals_undisturbed(name: str, scenarios: tuple[Path, dict[str, Any]]) -> None:
     folder, results = scenarios
-    out = folder / name.replace(" ", "_").replace(",", "")
+    out, reference = place(folder, name), folder / "reference"
     log = out.with_suffix(".log").read_text()
     assert results["reference"]["exit"] == 0, (folder / "reference.log").read_text()
     assert results[name]["killed"] == -signal.SIGKILL, log
     assert results[name]["resumed"] == 0, log
-    reference = comparable(folder / "reference")
-    assert [row["step"] for row in reference] == list(range(1, NUM_STEPS + 1))
-    assert comparable(out) == reference
-    assert weights(out) == weights(folder / "reference")
-    assert len(weights(out)) >= 2  # actor and critic
-    leftovers = [p.name for p in (out / "checkpoints").iterdir() if p.name.startswith(".")]
-    assert leftovers == []
+
+    # The kill fell where the name says.
+    kill = SCENARIOS[name]
+    witness = json.loads(out.with_suffix(".witness").read_text())
+    assert witness["step"] == kill.step
+    assert set(kill.inside) <= set(witness["running"]), witness["running"]
+    assert witness["checkpoint"] == kill.checkpoint
+
+    rows = comparable(reference)
+    assert [row["step"] for row in rows] == list(range(NUM_STEPS + 1))
+    assert comparable(out) == rows
+    exported = ("export/**/*.safetensors",)
+    assert contents(out, *exported) == contents(reference, *exported)
+    assert len(contents(out, *exported)) >= 2  # actor and critic
+    # Everything else that is left: the newest and the best checkpoint, evaluations, samples. (A zip file of torch and a
+    # Parquet file hold nothing but their content, so they are equal too.)
+    kept = ("checkpoints/**/*", "frozen/**/*", "evaluations/**/*", "samples/*")
+    assert contents(out, *kept) == contents(reference, *kept)
+    assert [p.name for p in out.rglob(".*") if p.name != ".lock"] == []

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -190,6 +190,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sett
     if settings.softcap is not None or settings.sinks is not None:
         return _attend_plainly(query, key, value, mask, settings)
     groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.shape[2] == 1:
+        # One token a row: the heads that share a key become queries of it, and no key or value is copied.
+        rows, heads, _, dim = query.shape
+        grouped_query = query.reshape(rows, heads // groups, groups, dim)
+        settings = replace(settings, causal=False)
+        return _attend(grouped_query, key, value, mask, settings).reshape(rows, heads, 1, value.shape[-1])
     grouped = groups > 1 and mask is None and key.shape[-1] == value.shape[-1]
     if groups > 1 and not grouped:  # with a mask the kernels that know groups do not apply
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 #: Positions whose logits exist at once.
-SLICE = 1024
+SLICE = 512
 #: Logits of a batch that are kept for the backward pass rather than computed twice, in bytes.
 KEEP_BYTES = 512 * 2**20
 
@@ -79,45 +79,40 @@ def head_logprobs(
 def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
     """The same from logits ``[num_positions, vocab]`` that a model computed itself."""
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    entropies = None
-    if entropy:
-        probabilities = logprobs.exp()
-        # a token of probability 0 adds 0, also where its log-prob is -inf
-        entropies = -torch.where(probabilities > 0, probabilities * logprobs, 0.0).sum(-1)
+    entropies = entropy_of(logprobs) if entropy else None
     return logprobs.gather(1, targets[:, None])[:, 0], entropies
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> Tensor:
     """float32 ``[positions, vocab]`` of one slice, divided by the temperature."""
-    raw = F.linear(hidden.to(settings.dtype), weight, bias)
-    logits = settings.transform(raw.float() if raw.dtype != torch.float32 else raw)
+    logits = settings.transform(F.linear(hidden.to(settings.dtype), weight, bias).float())
     return logits.div_(settings.temperature) if settings.temperature != 1.0 else logits
 
 
 class _HeadLogprobs(torch.autograd.Function):
+    """Both directions are written so that few passes over ``[positions, vocab]`` are made: on a CPU they are what is slow."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: HeadSettings
     ) -> tuple[Tensor, Tensor]:
+        softcapped = settings.transform.softcap is not None
         with torch.autocast(hidden.device.type, enabled=False):
             cast_weight = weight.to(settings.dtype)
             cast_bias = None if bias is None else bias.to(settings.dtype)
             logprobs = torch.empty(len(targets), device=hidden.device)
             entropies = torch.zeros(len(targets), device=hidden.device)
-            normalisers = torch.empty(len(targets), device=hidden.device)
-            kept: list[Tensor] = []
+            kept: list[tuple[Tensor, Tensor | None]] = []
             for start in range(0, len(targets), SLICE):
                 part = slice(start, start + SLICE)
                 logits = _logits(hidden[part], cast_weight, cast_bias, settings)
-                normaliser = torch.logsumexp(logits, dim=-1)
-                normalisers[part] = normaliser
-                logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - normaliser
+                all_logprobs = torch.log_softmax(logits, dim=-1)
+                logprobs[part] = all_logprobs.gather(1, targets[part, None])[:, 0]
                 if settings.entropy:
-                    weighted = (logits - normaliser[:, None]).exp_().mul_(logits)
-                    entropies[part] = normaliser - weighted.nan_to_num_(nan=0.0).sum(-1)
+                    entropies[part] = entropy_of(all_logprobs)
                 if settings.keep:
-                    kept.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
+                    kept.append((all_logprobs, logits if softcapped else None))
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
         ctx.settings, ctx.kept = settings, kept
         if not settings.entropy:
             ctx.mark_non_differentiable(entropies)
@@ -125,13 +120,13 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
+        hidden, weight, bias, targets, entropies = ctx.saved_tensors
         settings: HeadSettings = ctx.settings
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         cast_weight = weight.to(settings.dtype)
         cast_bias = None if bias is None else bias.to(settings.dtype)
         grad_hidden = torch.zeros_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
         for index, start in enumerate(range(0, len(targets), SLICE)):
             stop = min(start + SLICE, len(targets))
@@ -145,13 +140,14 @@ class _HeadLogprobs(torch.autograd.Function):
             places = live + start
             part = hidden[places]
             if settings.keep:
-                logits = ctx.kept[index]
-                logits = logits[live] if len(live) < stop - start else logits
+                all_logprobs, logits = (x if x is None else x[live] for x in ctx.kept[index])
+                assert all_logprobs is not None
             else:
                 logits = _logits(part, cast_weight, cast_bias, settings)
+                all_logprobs = torch.log_softmax(logits, dim=-1)
             grad = _grad_logits(
+                all_logprobs,
                 logits,
-                normalisers[places],
                 targets[places],
                 grad_logprobs[places],
                 (grad_entropies[places], entropies[places]) if settings.entropy else None,
@@ -159,11 +155,14 @@ class _HeadLogprobs(torch.autograd.Function):
             ).to(settings.dtype)
             if grad_hidden is not None:
                 grad_hidden[places] = (grad @ cast_weight).to(grad_hidden.dtype)
-            if grad_weight is not None:
-                if settings.dtype == torch.float32:
-                    grad_weight.addmm_(grad.t(), part.float())
+            if want_weight:
+                part = part.to(settings.dtype)
+                if grad_weight is None:
+                    grad_weight = (grad.t() @ part).float()
+                elif settings.dtype == torch.float32:
+                    grad_weight.addmm_(grad.t(), part)
                 else:
-                    grad_weight += (grad.t() @ part.to(settings.dtype)).float()
+                    grad_weight += grad.t() @ part
             if grad_bias is not None:
                 grad_bias += grad.float().sum(0)
         return (
@@ -176,8 +175,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _grad_logits(
-    logits: Tensor,
-    normalisers: Tensor,
+    logprobs: Tensor,
+    logits: Tensor | None,
     targets: Tensor,
     grad_logprobs: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
@@ -187,20 +186,26 @@ def _grad_logits(
 
     With p the softmax of the scaled logits z: d logprob / dz = onehot - p, and d entropy / dz = -p (log p + entropy).
     """
-    logprobs = logits - normalisers[:, None]
-    probabilities = logprobs.exp()
+    grad = logprobs.exp()
     if entropy is None:
-        grad = probabilities.mul_(-grad_logprobs[:, None])
+        grad.mul_(-grad_logprobs[:, None])
     else:
         grad_entropies, entropies = entropy
-        spread = logprobs.add_(entropies[:, None]).mul_(grad_entropies[:, None]).add_(grad_logprobs[:, None])
-        grad = torch.where(probabilities > 0, -probabilities * spread, 0.0)
+        spread = (logprobs + entropies[:, None]).mul_(grad_entropies[:, None]).add_(grad_logprobs[:, None])
+        grad = torch.where(grad > 0, -grad * spread, 0.0)  # where p is 0 its logarithm may be infinite
     grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None])
     if settings.temperature != 1.0:
         grad.div_(settings.temperature)
     softcap = settings.transform.softcap
     if softcap is not None:
+        assert logits is not None
         grad.mul_(1 - (logits * (settings.temperature / softcap)).square_())
     if settings.transform.scale != 1.0:
         grad.mul_(settings.transform.scale)
     return grad
+
+
+def entropy_of(logprobs: Tensor) -> Tensor:
+    """``[positions]`` from ``[positions, vocab]``; a token of probability 0 adds 0, also where its log-prob is -inf."""
+    probabilities = logprobs.exp()
+    return -torch.where(probabilities > 0, probabilities * logprobs, 0.0).sum(-1)
