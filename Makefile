@@ -40,10 +40,10 @@ quickstart: $(STAMP) ## train a small model on this machine's CPU
 	$(BIN)/flowrl run recipes/quickstart.py
 
 test: lint typecheck ## what CI runs: lint, types, all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-fast: $(STAMP) ## while working: stop at the first failure, load no real model
-	$(BIN)/python -m pytest -m "not slow and not smollm2" -x
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not smollm2" -x
 
 test-slow: $(STAMP) ## only the slow tests
 	$(BIN)/python -m pytest -m slow

@@ -99,7 +99,7 @@ def is_edge_annotation(annotation: Any) -> bool:
 def fits(given: Any, annotation: Any) -> bool:
     """Whether everything that an edge of type ``given`` may carry is admitted by a parameter's annotation."""
     allowed, takes_none = edge_types(annotation)
-    if not allowed or object in allowed:
+    if not allowed or object in allowed or Any in allowed:  # Any is a class from Python 3.11 on
         return True
     carried, may_be_none = edge_types(given)
     if not carried or (may_be_none and not takes_none):

@@ -318,9 +318,10 @@ class RLFlow:
                     for name, value in call.arguments.items()
                 }
                 values[id(call)] = call.node.run(arguments, label=self.label(call))
-                followers = followed_by(call, self.followers)
-                if followers:
-                    context.follow_writers(followers)
+            # Last, so that no reader of a Snapshot or Ema sees what this iteration made of it.
+            followers = [m for call in order for m in followed_by(call, self.followers)]
+            if followers:
+                context.follow_writers(followers)
         outputs = tuple(_read(ref, values) for ref in self.outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 

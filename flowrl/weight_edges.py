@@ -89,7 +89,9 @@ def order_with_readers_first(flow: RLFlow) -> tuple[tuple[Call, ...], tuple[Call
         if isinstance(call.node, Loss):
             continue
         for thing in flow.effective_reads(call):
-            graph.add_edges_from((id(call), id(w)) for w in writers.get(id(owner(thing)), []) if w is not call)
+            written_by = writers.get(id(owner(thing)), [])
+            if call not in written_by:  # two writers are another error
+                graph.add_edges_from((id(call), id(writer)) for writer in written_by)
     try:
         order = list(nx.lexicographical_topological_sort(graph, key=lambda key: by_id[key].order))
         return tuple(by_id[key] for key in order), ()

@@ -136,7 +136,7 @@ def summary(result: RunResult) -> None:
     }.items():
         print(f"  {name:35} {bare:10.0%} {right:10.0%}")
     print("\nThe same problems before and after:")
-    for row in range(6):
+    for row in range(min(6, len(answers))):
         question = after.rollouts.messages[row][-1]["content"].splitlines()[0]
         old, new = (e.rollouts.response_text[row].strip().replace("\n", " ") for e in (before, after))
         print(f"  {question:45} {old[:40]!r:44} → {new!r}")

@@ -74,7 +74,8 @@ def recorded_rollouts(
         for i in range(num_prompts)
     ]
     responses = [
-        torch.randint(0, vocab, (response_lengths[i % len(response_lengths)],), generator=generator) for i in range(rows)
+        torch.randint(0, vocab, (response_lengths[i % len(response_lengths)],), generator=generator)
+        for i in range(rows)
     ]
     kinds, lengths = [], []
     for i in range(rows):
@@ -87,7 +88,9 @@ def recorded_rollouts(
             lengths.append([p, r])
     response = Ragged.from_rows(responses, torch.int64)
     kind_column = Ragged.from_rows(kinds, torch.uint8)
-    noise = -3 * torch.rand(len(response.values), generator=generator) if logprobs else torch.zeros(len(response.values))
+    noise = (
+        -3 * torch.rand(len(response.values), generator=generator) if logprobs else torch.zeros(len(response.values))
+    )
     policy = (kind_column.values == SpanKind.POLICY).to(torch.int64)
     spans = Spans(
         kinds=kind_column,

@@ -70,7 +70,7 @@ def run_iteration(
         ExhaustedError: a filter let too few groups through, and does not train short or carry over.
     """
     done = Iteration()
-    runner = _Runner(program, done, draw, seed, iteration, namespace, followers)
+    runner = _Runner(program, done, draw, seed, iteration, namespace)
     repeated = upstream_of_filters(program)
     if repeated:
         runner.pull_until_full([c for c in program.calls if c.label in repeated], carried or {})
@@ -78,6 +78,9 @@ def run_iteration(
         for call in program.calls:
             if call.label not in repeated:
                 done.values[call.label] = runner.run(call, done.values, pull=0)
+        # Last, so that no reader of a Snapshot or Ema sees what this iteration made of it.
+        written = [thing for call in program.calls for thing in call.node.writes()]
+        context.follow_writers(m for m in followers if m.base in written)
     runner.summarise_reports()
     return done
 
@@ -101,11 +104,9 @@ class _Runner:
         seed: int,
         iteration: int,
         namespace: str,
-        followers: Sequence[DerivedModel],
     ) -> None:
         self.done, self.draw = done, draw
         self.seed, self.iteration, self.namespace = seed, iteration, namespace
-        self.followers = followers
         self.elided = program.elided()
         self.reported: dict[str, list[float]] = {}
 
@@ -130,10 +131,7 @@ class _Runner:
                 if call.label in self.elided:
                     return call.node.placeholder(**arguments)  # type: ignore[attr-defined]
                 context.seed_call(label)
-                result = call.node.run(arguments, label=label)
-                written = call.node.writes()
-                context.follow_writers(m for m in self.followers if m.base in written)
-                return result
+                return call.node.run(arguments, label=label)
         except Exception as error:
             error.add_note(f"in call {call.label!r} ({call.node.name}), step {self.iteration + 1}")
             raise

@@ -13,7 +13,7 @@ from flowrl.runtime.interpreter import Iteration, read
 def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
     """Metrics by name, all plain numbers.
 
-    The first rollout and the first writer give the plain names; further ones put their label, or the name of their Model,
+    The first rollout and the first writer give the plain names; further ones put their label, or the name of what they write,
     before them. ``reward/mean`` is over valid rows; ``entropy`` is that of the trained distribution where a loss computes it,
     else the sampler's, estimated from its samples; ``kl`` is the mean of log π − log π_ref over policy tokens;
     ``logprob_difference/…`` compares the sampler's log-probs with the trainer's (law 10).
@@ -29,7 +29,8 @@ def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
             sampler = _sampler_above(program, call)
             _rewards(out, value, "" if sampler is None or sampler == samplers[0] else f"{sampler}/")
         elif isinstance(value, TrainStats):
-            prefix = "" if call is writers[0] else f"{call.node.writes()[0].name}/"
+            written = call.node.writes()
+            prefix = "" if call in writers[:1] else f"{written[0].name if written else call.label}/"
             out.update({prefix + name: float(v) for name, v in value.metrics.items()})
             out[prefix + "policy_version"] = float(value.policy_version)
             out["skipped_steps"] = out.get("skipped_steps", 0.0) + value.num_skipped_steps

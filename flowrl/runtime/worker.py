@@ -1,5 +1,5 @@
-"""From a Model to the engine that holds it. The one place that knows engines by name; a heavy library is imported only when
-its engine is opened.
+"""From a Model to the engine that holds it. The one place that knows engines by name; a heavy library is imported only
+when its engine is opened.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ENGINES = {"transformers": "flowrl.runtime.engines.transformers:TransformersEngi
 def open_engine(model: AnyModel, bindings: Bindings) -> Engine:
     """Open the engine of a Model; of a derived Model, from the engine of its base.
 
-    A :class:`Frozen` copies the weights of its base while these are still those of step 0, so open it before training starts;
-    later they are loaded again from the source.
+    A :class:`Frozen` copies the weights of its base while these are still those of step 0, so open it before training
+    starts; later they are loaded again from the source.
 
     Raises:
-        ModelError: an unknown engine, a source that cannot be loaded, two Models on one live module, or a Frozen of a live
-            module that has been trained already.
+        ModelError: an unknown engine, a source that cannot be loaded, two Models on one live module, or a Frozen of a
+            live module that has been trained already.
     """
     options = EngineOptions(micro_batch_tokens=bindings.micro_batch_tokens)
     if isinstance(model, Model):

@@ -247,8 +247,14 @@ def main(folder: Path) -> None:
     import torch.utils.tensorboard  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import flowrl.checks
+    import flowrl.data
+    import flowrl.functional.advantages
+    import flowrl.functional.losses
     import flowrl.runtime.engines.transformers
-    import flowrl.runtime.local  # noqa: F401
+    import flowrl.runtime.local
+    import flowrl.runtime.manifest
+    import flowrl.runtime.saved_run  # noqa: F401
 
     folder.mkdir(parents=True, exist_ok=True)
     waiting: list[str | None] = [None, *SCENARIOS]  # None is the undisturbed run

@@ -1,7 +1,7 @@
 """The transformers engine: any HuggingFace causal language model, on CPU and CUDA, as it is.
 
-It samples with its own loop over a key-value cache, and scores and trains on packed rows without padding. What is particular
-to one of these lives in a file of its own:
+It samples with its own loop over a key-value cache, and scores and trains on packed rows without padding. What is
+particular to one of these lives in a file of its own:
 
 ========================= =============================================================================
 transformers_loading      names, folders, live objects, GGUF files
@@ -234,8 +234,7 @@ class TransformersEngine:
     def values(self, sequences: Sequences, head: str | None = None) -> Ragged:
         name = self._head_name(head)
         parts = [
-            self.forward(sequences.select(rows), heads=(name,)).values[name]
-            for rows in self._micro_batches(sequences)
+            self.forward(sequences.select(rows), heads=(name,)).values[name] for rows in self._micro_batches(sequences)
         ]
         return sequences.response_tokens.with_values(_join(parts))
 
@@ -296,9 +295,7 @@ class TransformersEngine:
 
     # -- training ---------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self, terms: Sequence[TermRows], optimizer: AdamW, *, max_grad_norm: float | None
-    ) -> StepResult:
+    def train_step(self, terms: Sequence[TermRows], optimizer: AdamW, *, max_grad_norm: float | None) -> StepResult:
         if not self.trained_parameters():
             raise ModelError(
                 f"{self.model!r} is not trainable",
@@ -403,4 +400,5 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     found = torch.cpu.get_capabilities()
-    return bool(found.get("amx_bf16") or found.get("avx512_bf16")) if dtype == torch.bfloat16 else bool(found.get("amx_fp16"))
+    names = ("amx_bf16", "avx512_bf16") if dtype == torch.bfloat16 else ("amx_fp16", "avx512_fp16")
+    return any(found.get(name) for name in names)

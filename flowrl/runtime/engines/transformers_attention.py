@@ -1,15 +1,15 @@
 """Attention over packed rows: the one place where rows are told apart.
 
-Every other layer of a transformer works token by token, so rows may simply be joined into one ``[1, T]`` sequence. Here,
-inside attention only, the packed queries, keys and values are regrouped into right-padded rows and handed to PyTorch's
-causal attention, to which padding after the real tokens is invisible. No ``[T, T]`` mask is ever built.
+Every other layer of a transformer works token by token, so rows may simply be joined into one ``[1, T]`` sequence.
+Here, inside attention only, the packed queries, keys and values are regrouped into right-padded rows and handed to
+PyTorch's causal attention, to which padding after the real tokens is invisible. No ``[T, T]`` mask is ever built.
 
-Because a row is described by the places of its tokens, rows may share tokens: the prompt of a group is computed once and
-every response of the group attends to it.
+Because a row is described by the places of its tokens, rows may share tokens: the prompt of a group is computed once
+and every response of the group attends to it.
 
-The function is registered with transformers under :data:`NAME`. Without a :class:`Pack` around it, it does what a model's
-own attention does for padded rows with a cache, so that sampling and training use the same arithmetic; unlike the
-library's "sdpa" it honours soft caps and attention sinks.
+The function is registered with transformers under :data:`NAME`. Without a :class:`Pack` around it, it does what a
+model's own attention does for padded rows with a cache, so that sampling and training use the same arithmetic; unlike
+the library's "sdpa" it honours soft caps and attention sinks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Bucket:
     """Rows of similar length, padded on the right.
 
     Args:
-        places: int64 ``[num_rows * length]``: for each slot the packed token that fills it; padding repeats the row's last.
+        places: int64 ``[num_rows * length]``: for each slot the packed token that fills it; padding repeats the row's
+            last.
         num_rows: rows in the bucket.
         length: slots a row.
     """
@@ -120,7 +121,7 @@ def _bucket_rows(lengths: Sequence[int]) -> list[list[int]]:
     return buckets
 
 
-# -- what transformers calls --------------------------------------------------------------------------------------------
+# -- what transformers calls -------------------------------------------------------------------------------------------
 
 
 def attention(
@@ -161,9 +162,8 @@ def attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
     outputs = []
     for bucket in pack.buckets:
-        rows = [_regroup(x, bucket) for x in (q, k, v)]
         mask = None if attention_mask is None else attention_mask[..., : bucket.length, : bucket.length]
-        out = _attend(*rows, mask, settings)
+        out = _attend(_regroup(q, bucket), _regroup(k, bucket), _regroup(v, bucket), mask, settings)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [slots, heads, head_dim]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.index_select(0, pack.slots)[None], None
@@ -243,8 +243,8 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask function of :class:`transformers.AttentionMaskInterface`.
 
-    Packed, it evaluates the model's rule (causal, sliding window, chunks) once on places within a row: bool ``[1, 1, longest
-    row, longest row]``, or None where the rule is plainly causal.
+    Packed, it evaluates the model's rule (causal, sliding window, chunks) once on places within a row: bool
+    ``[1, 1, longest row, longest row]``, or None where the rule is plainly causal.
     """
     pack = _pack.get()
     if pack is None:

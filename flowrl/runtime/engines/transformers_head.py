@@ -1,7 +1,7 @@
 """Log-probs of given tokens from hidden states, a slice of positions at a time.
 
-With a vocabulary of a hundred thousand the logits dwarf everything else, so they exist for one slice only: the gradient is
-written by hand and either keeps a small batch's logits or computes them again.
+With a vocabulary of a hundred thousand the logits dwarf everything else, so they exist for one slice only: the gradient
+is written by hand and either keeps a small batch's logits or computes them again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def head_logprobs(
     return logprobs, entropies if entropy else None
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, *, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     """The same from logits ``[num_positions, vocab]`` that a model computed itself."""
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     entropies = entropy_of(logprobs) if entropy else None
@@ -90,7 +92,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadS
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Both directions are written so that few passes over ``[positions, vocab]`` are made: on a CPU they are what is slow."""
+    """Both directions make few passes over ``[positions, vocab]``: on a CPU they are what is slow."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -112,15 +114,16 @@ class _HeadLogprobs(torch.autograd.Function):
                     entropies[part] = entropy_of(all_logprobs)
                 if settings.keep:
                     kept.append((all_logprobs, logits if softcapped else None))
-        ctx.save_for_backward(hidden, weight, bias, targets, entropies)
-        ctx.settings, ctx.kept = settings, kept
+        ctx.save_for_backward(hidden, weight, targets, entropies)
+        ctx.bias, ctx.settings, ctx.kept = bias, settings, kept
         if not settings.entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, bias, targets, entropies = ctx.saved_tensors
+        hidden, weight, targets, entropies = ctx.saved_tensors  # type: ignore[misc]
+        bias: Any = ctx.bias
         settings: HeadSettings = ctx.settings
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         cast_weight = weight.to(settings.dtype)

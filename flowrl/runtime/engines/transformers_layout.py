@@ -1,7 +1,7 @@
 """From batches to forward passes: which rows share a micro-batch, and how its tokens are laid out.
 
-The layout is a function of the rows, their order and the token budget alone, the same in scoring and in training: that is
-what makes a log-prob scored before an update equal, bit for bit, the one that the update computes.
+The layout is a function of the rows, their order and the token budget alone, the same in scoring and in training: that
+is what makes a log-prob scored before an update equal, bit for bit, the one that the update computes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Layout:
         position_ids: int64, the same shape.
         attention_mask: int64, the same shape: 0 at padding.
         pack: the attention layout; None where padded.
-        predictors: int64 ``[num_tokens]``: for each response token, in response layout, the flat place of the token before
-            it, whose hidden state predicts it.
+        predictors: int64 ``[num_tokens]``: for each response token, in response layout, the flat place of the token
+            before it, whose hidden state predicts it.
         targets: int64 ``[num_tokens]``, the response tokens.
         last: int64 ``[rows]``, the flat place of each row's last token.
     """
@@ -51,8 +51,7 @@ def check_lengths(sequences: Sequences, max_length: int | None) -> None:
     if max_length is not None and bool((lengths > max_length).any()):
         row = int((lengths > max_length).nonzero()[0])
         raise DataError(
-            f"Row {row} (prompt_id {int(sequences.prompt_id[row])}, sample_id {int(sequences.sample_id[row])}) is longer "
-            "than the model takes",
+            f"{_name_row(sequences, row)} is longer than the model takes",
             expected=f"at most {max_length} tokens",
             received=f"{int(lengths[row])}",
             do="shorten prompts or max_new_tokens, or take a model with a longer context",
@@ -60,20 +59,21 @@ def check_lengths(sequences: Sequences, max_length: int | None) -> None:
     if bool((prompts < 1).any()):
         row = int((prompts < 1).nonzero()[0])
         raise DataError(
-            f"Row {row} (prompt_id {int(sequences.prompt_id[row])}, sample_id {int(sequences.sample_id[row])}) has no "
-            "prompt",
+            f"{_name_row(sequences, row)} has no prompt",
             expected="at least one prompt token, which predicts the first response token",
             received="none",
             do="start the prompt with the model's beginning-of-sequence token",
         )
 
 
-def micro_batch_rows(
-    sequences: Sequences, budget: int, coupled: list[list[int]] | None = None
-) -> list[list[int]]:
+def _name_row(sequences: Sequences, row: int) -> str:
+    return f"Row {row} (prompt_id {int(sequences.prompt_id[row])}, sample_id {int(sequences.sample_id[row])})"
+
+
+def micro_batch_rows(sequences: Sequences, budget: int, coupled: list[list[int]] | None = None) -> list[list[int]]:
     """Rows of each micro-batch.
 
-    Rows of one prompt that follow each other stay together where they fit in the budget, because they share its computation.
+    Rows of one prompt that follow each other stay together where they fit in the budget: they share its computation.
 
     Args:
         budget: tokens of a micro-batch; a longer unit goes alone.

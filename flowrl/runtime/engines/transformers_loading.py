@@ -1,9 +1,9 @@
 """Models and tokenizers from a name, a folder or a live object, and errors that say what to do when there is none.
 
 GGUF files take transformers most of a minute to convert. The converted model is kept in
-``$XDG_CACHE_HOME/flowrl/converted`` (``~/.cache/flowrl/converted``), one folder for each file (path, size, time of change),
-``load_options``, dtype and version of transformers; delete the folder to be rid of them. Where it cannot be written, the file is
-converted each time.
+``$XDG_CACHE_HOME/flowrl/converted`` (``~/.cache/flowrl/converted``), one folder for each file (path, size, time of
+change), ``load_options``, dtype and version of transformers; delete the folder to be rid of them. Where it cannot be
+written, the file is converted each time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ from flowrl.models import Model
 logger = logging.getLogger("flowrl")
 
 #: Load options that concern the model alone and that a tokenizer would refuse or ignore.
-MODEL_ONLY = {"attn_implementation", "device_map", "quantization_config", "torch_dtype", "dtype", "max_memory", "use_safetensors"}
+MODEL_ONLY = {
+    "attn_implementation",
+    "device_map",
+    "dtype",
+    "max_memory",
+    "quantization_config",
+    "torch_dtype",
+    "use_safetensors",
+}
 #: Beside an exported model, its value heads.
 VALUE_HEADS = "value_heads.safetensors"
 #: Seconds that the Hugging Face Hub has to answer before we look on this machine alone.
@@ -53,7 +61,7 @@ def load_module(model: Model) -> PreTrainedModel:
     """
     if is_live(model.source):
         return _live_module(model)
-    auto = {"reward": AutoModelForSequenceClassification, "value": AutoModel}.get(model.kind, AutoModelForCausalLM)
+    auto: Any = {"reward": AutoModelForSequenceClassification, "value": AutoModel}.get(model.kind, AutoModelForCausalLM)
     source, options = resolve(model)
     options.setdefault("dtype", getattr(torch, model.dtype))
     if model.kind == "reward":
@@ -169,7 +177,7 @@ def _forget_quantisation(module: Any) -> None:
         del module.config.quantization_config
 
 
-# -- is it there? --------------------------------------------------------------------------------------------------------
+# -- is it there? ------------------------------------------------------------------------------------------------------
 
 
 def _check_source(model: Model, source: str, options: dict[str, Any]) -> None:
@@ -203,9 +211,7 @@ def _ask_hub(model: Model, source: str, options: Mapping[str, Any]) -> dict[str,
     if constants.is_offline_mode():
         return {"local_files_only": True}
     try:
-        HfApi().model_info(
-            source, revision=options.get("revision"), token=options.get("token"), timeout=HUB_TIMEOUT
-        )
+        HfApi().model_info(source, revision=options.get("revision"), token=options.get("token"), timeout=HUB_TIMEOUT)
     except GatedRepoError as error:
         raise ModelError(
             f"{model!r}: {source!r} is gated",
@@ -258,7 +264,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-# -- converted GGUF files ------------------------------------------------------------------------------------------------
+# -- converted GGUF files ----------------------------------------------------------------------------------------------
 
 
 def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | None:
@@ -293,13 +299,11 @@ def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | 
 
 
 def _convert(model: Model, source: str, options: Mapping[str, Any], folder: Path) -> None:
-    auto = AutoModelForSequenceClassification if model.kind == "reward" else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if model.kind == "reward" else AutoModelForCausalLM
     with _converting(model), quiet():
         more = {"dtype": getattr(torch, model.dtype), **options}
         module, info = auto.from_pretrained(source, output_loading_info=True, **more)
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, **{k: v for k, v in options.items() if k not in MODEL_ONLY}
-        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **{k: v for k, v in options.items() if k not in MODEL_ONLY})
     _check_loaded(model, module, info)
     _forget_quantisation(module)
     with quiet():
@@ -341,8 +345,9 @@ def _gguf_path(model: Model, source: str, options: Mapping[str, Any]) -> Path:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no chatter of transformers inside the body."""
-    from transformers import modeling_gguf_pytorch_utils as gguf_reader
+    from transformers import modeling_gguf_pytorch_utils
 
+    gguf_reader: Any = modeling_gguf_pytorch_utils
     enabled = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     bar = getattr(gguf_reader, "tqdm", None)

@@ -1,7 +1,7 @@
 """A transformers model as the engine sees it: a trunk that gives hidden states, and a head that gives log-probs.
 
-What can be used of a model is found out by trying, never from its name. A *probe* runs a handful of tokens through the model
-as it is, and through the quick paths. Those that agree are used:
+What can be used of a model is found out by trying, never from its name. A *probe* runs a handful of tokens through the
+model as it is, and through the quick paths. Those that agree are used:
 
 * packed rows, where rows do not leak into each other (a state-space or convolution layer would leak);
 * the head on selected positions in slices, where logits are a linear head followed by a known scale or soft cap.

@@ -103,8 +103,8 @@ def _cache_bytes_per_token(network: Network) -> int:
 
 
 class cached_casts:
-    """Let autocast cast each weight once and not once a token: it keeps the casts of leaves that require a gradient, also
-    where none is computed. Frozen weights therefore pretend to, inside the body."""
+    """Let autocast cast each weight once and not once a token: it keeps the casts of leaves that require a gradient,
+    also where none is computed. Frozen weights therefore pretend to, inside the body."""
 
     def __init__(self, network: Network) -> None:
         self.parameters = (
@@ -178,8 +178,8 @@ class _Batch:
             logits, mask = self._decode(tokens, alive, place, cache, mask)
 
     def _prefill(self) -> tuple[Tensor, Any, Tensor]:
-        """Run the prompts, each once however many rows share it. Returns ``logits [rows, vocab]``, the cache of all rows and
-        their attention mask ``[rows, longest prompt]``."""
+        """Run the prompts, each once however many rows share it. Returns ``logits [rows, vocab]``, the cache of all
+        rows and their attention mask ``[rows, longest prompt]``."""
         owners: list[int] = []
         distinct: list[Tensor] = []
         for prompt in self.prompts:
@@ -203,9 +203,7 @@ class _Batch:
             logits, mask = logits[owner], mask[owner]
         return logits, cache, mask
 
-    def _decode(
-        self, tokens: Tensor, alive: Tensor, place: int, cache: Any, mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _decode(self, tokens: Tensor, alive: Tensor, place: int, cache: Any, mask: Tensor) -> tuple[Tensor, Tensor]:
         """One more token for the rows in the cache."""
         device = self.network.device
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
@@ -215,9 +213,7 @@ class _Batch:
         logits, _ = self._forward(tokens[:, None].to(device), positions[:, None].to(device), mask, cache)
         return logits, mask
 
-    def _forward(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, cache: Any
-    ) -> tuple[Tensor, Any]:
+    def _forward(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """float32 ``[rows, vocab]`` after the last token, and the cache."""
         network = self.network
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "past_key_values": cache}

@@ -98,7 +98,9 @@ def train_step(
     try:
         _check_counts(terms, tallies)
         if max_grad_norm is not None and norm > max_grad_norm:
-            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], max_grad_norm / (norm + 1e-6))
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(max_grad_norm / (norm + 1e-6))
         torch_optimizer = engine.torch_optimizer(optimizer)
         for group in torch_optimizer.param_groups:
             group["lr"] = learning_rate
@@ -224,7 +226,7 @@ def _loss_of(term: LossTerm, sums: Any) -> Tensor:
     return sums["loss"][0]
 
 
-# -- what is not finite --------------------------------------------------------------------------------------------------
+# -- what is not finite ------------------------------------------------------------------------------------------------
 
 
 def _rows_of_nonfinite_loss(term: LossTerm, constants: Any, current: Current) -> list[tuple[int, int]]:
@@ -275,7 +277,7 @@ def _ids(sequences: Sequences, rows: Sequence[int] | range) -> list[tuple[int, i
     return [(int(sequences.prompt_id[i]), int(sequences.sample_id[i])) for i in rows]
 
 
-# -- gradients and metrics -----------------------------------------------------------------------------------------------
+# -- gradients and metrics ---------------------------------------------------------------------------------------------
 
 
 def _clear_gradients(parameters: Sequence[Tensor]) -> None:
@@ -288,8 +290,8 @@ def _grad_norm(parameters: Sequence[Tensor]) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    return float(torch.stack([n.to(norms[0].device) for n in norms]).norm())
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
 
 
 def _check_counts(terms: Sequence[TermRows], tallies: Sequence[_Tally]) -> None:
@@ -306,9 +308,7 @@ def _check_counts(terms: Sequence[TermRows], tallies: Sequence[_Tally]) -> None:
             )
 
 
-def _metrics(
-    terms: Sequence[TermRows], tallies: Sequence[_Tally], objective: float
-) -> dict[str, tuple[float, float]]:
+def _metrics(terms: Sequence[TermRows], tallies: Sequence[_Tally], objective: float) -> dict[str, tuple[float, float]]:
     """By name (sum, count): a single term's under their own names, several terms' under their loss's."""
     if len(terms) == 1:
         return tallies[0].pairs()
