@@ -262,7 +262,10 @@ def test_groups_are_followed_through_filters_only() -> None:
 def test_model_kinds() -> None:
     w = Wired(Rollout(ValueModel("m", name="actor"), group_size=4))
     report = RLFlow.from_outputs(w.rewards, w.advantages, w.old).check()
-    assert {(v.rule, v.node) for v in report.violations} == {("model kind", "Rollout#0"), ("model kind", "PolicyLogprobs#0")}
+    assert {(v.rule, v.node) for v in report.violations} == {
+        ("model kind", "Rollout#0"),
+        ("model kind", "PolicyLogprobs#0"),
+    }
     assert lines(RLFlow.from_outputs(w.rewards, w.advantages, w.old))[0] == (
         "[model kind] Rollout#0, argument 'model': expected a policy model; received ValueModel 'actor'. "
         "Do: use Model(…). (at HERE)"
@@ -284,7 +287,9 @@ def test_losses_that_do_not_fit_the_model() -> None:
     (line,) = lines(RLFlow.from_outputs(Updater(w.actor)(PPOLoss()(w.rollouts, w.advantages, w.old), foreign)))
     assert "expected a value head on 'actor'; received one on 'other'" in line
     w = Wired()
-    flow = RLFlow.from_outputs(Updater(critic)(PPOLoss()(w.rollouts, w.advantages, PolicyLogprobs(critic)(w.rollouts))), w.old)
+    flow = RLFlow.from_outputs(
+        Updater(critic)(PPOLoss()(w.rollouts, w.advantages, PolicyLogprobs(critic)(w.rollouts))), w.old
+    )
     found = [v for v in flow.check().violations if v.rule == "loss and model"]
     assert [(v.expected, v.received) for v in found] == [("a policy for PPOLoss", "ValueModel 'critic'")]
 

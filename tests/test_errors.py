@@ -14,10 +14,10 @@ ALL = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e,
 
 
 def test_message_has_an_address() -> None:
-    error = FlowError("GAE: argument 'values' is wrong", expected="Values", received=3, do="pass values", where="a.py:7")
-    assert str(error) == (
-        "GAE: argument 'values' is wrong. Expected Values. Received 3. Do: pass values. (at a.py:7)"
+    error = FlowError(
+        "GAE: argument 'values' is wrong", expected="Values", received=3, do="pass values", where="a.py:7"
     )
+    assert str(error) == ("GAE: argument 'values' is wrong. Expected Values. Received 3. Do: pass values. (at a.py:7)")
 
 
 def test_message_alone_is_one_sentence() -> None:

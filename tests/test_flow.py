@@ -42,8 +42,8 @@ from flowrl import (
     ValueLoss,
     ValueModel,
     ValueUpdater,
-    WeightedSum,
     WeightEdge,
+    WeightedSum,
     rewards_like,
     source,
 )
@@ -66,7 +66,8 @@ def design_ppo() -> RLFlow:
     ref_logprobs = ReferenceLogprobs(ACTOR.frozen())(rollouts)
     advantages = GAE(gamma=1.0, lam=0.95, kl_coef=0.05)(rollouts, rewards, values, old_logprobs, ref_logprobs)
     return RLFlow.from_outputs(
-        PPOUpdater(ACTOR, epochs=2)(rollouts, advantages, old_logprobs), ValueUpdater(CRITIC)(rollouts, values, advantages)
+        PPOUpdater(ACTOR, epochs=2)(rollouts, advantages, old_logprobs),
+        ValueUpdater(CRITIC)(rollouts, values, advantages),
     )
 
 
@@ -88,9 +89,13 @@ def terms_ppo() -> RLFlow:
     old_logprobs = PolicyLogprobs(ACTOR)(rollouts)
     ref_logprobs = ReferenceLogprobs(ACTOR.frozen())(rollouts)
     values = Critic(CRITIC)(rollouts)
-    advantages = GAE(kl_coef=0.05)(rollouts, reward(rollouts), values, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
+    advantages = GAE(kl_coef=0.05)(
+        rollouts, reward(rollouts), values, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs
+    )
     value_update = Updater(CRITIC)(ValueLoss()(rollouts, values=values, advantages=advantages))
-    return RLFlow.from_outputs(Updater(ACTOR, epochs=2)(PPOLoss(clip=0.2)(rollouts, advantages, old_logprobs)), value_update)
+    return RLFlow.from_outputs(
+        Updater(ACTOR, epochs=2)(PPOLoss(clip=0.2)(rollouts, advantages, old_logprobs)), value_update
+    )
 
 
 def nodes_match(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -460,7 +465,9 @@ class TestStep:
     def test_wrong_data(self) -> None:
         flow = self.flow()
         assert "No data for source 'prompts'" in str(raised(lambda: flow.step({})))
-        assert "There is no source 'promts'. Do: did you mean 'prompts'?" in str(raised(lambda: flow.step({"promts": three()})))
+        assert "There is no source 'promts'. Do: did you mean 'prompts'?" in str(
+            raised(lambda: flow.step({"promts": three()}))
+        )
         error = raised(lambda: flow.step(flowrl.TrainStats({}, 0, 0)), EdgeTypeError)
         assert "Source 'prompts' is given the wrong batch. Expected Prompts. Received TrainStats" in str(error)
         two = RLFlow.from_outputs(Ask()(source(Prompts, name="a")), Ask()(source(Prompts, name="b")))

@@ -248,8 +248,9 @@ class TestFieldEdges:
 
     def test_a_field_of_the_wrong_type(self, rollouts: Any) -> None:
         error = raised(lambda: Mean()(rollouts.prompt_id, lengths=rollouts.response_lengths), EdgeTypeError)
-        assert "argument 'column' has the wrong type. Expected Ragged. Received Tensor, field 'prompt_id' of Rollout" in (
-            str(error)
+        assert (
+            "argument 'column' has the wrong type. Expected Ragged. Received Tensor, field 'prompt_id' of Rollout"
+            in (str(error))
         )
 
     def test_tensors_fit_where_torch_is_imported_for_real(self, rollouts: Any) -> None:

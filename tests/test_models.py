@@ -65,13 +65,20 @@ class TestDerived:
     def test_who_may_be_written(self) -> None:
         a, closed = Model("m"), Model("m", trainable=False)
         assert a.writable and ValueHead(a).writable
-        assert not any(m.writable for m in (closed, ValueHead(closed), a.frozen(), Ema(a), Snapshot(a), RewardModel("r")))
+        assert not any(
+            m.writable for m in (closed, ValueHead(closed), a.frozen(), Ema(a), Snapshot(a), RewardModel("r"))
+        )
 
     def test_a_critic_starts_from_the_policy(self) -> None:
         a = Model("m", dtype="bfloat16", load_options={"revision": "x"}, device="cpu")
         critic = ValueModel.from_policy(a)
         assert critic.name == "m-value" and critic.kind == "value"
-        assert (critic.source, critic.dtype, critic.load_options, critic.device) == ("m", "bfloat16", {"revision": "x"}, "cpu")
+        assert (critic.source, critic.dtype, critic.load_options, critic.device) == (
+            "m",
+            "bfloat16",
+            {"revision": "x"},
+            "cpu",
+        )
 
 
 class TestProblems:

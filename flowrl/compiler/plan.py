@@ -123,31 +123,22 @@ class Plan:
         """
         try:
             raw = json.loads(text)
-            version = raw.pop("schema_version")
-        except (ValueError, KeyError, AttributeError) as error:
-            raise FlowError("This is not a plan", expected="JSON written by Plan.to_json", received=error) from None
+            version = raw["schema_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _not_a_plan(error) from None
         if version != SCHEMA_VERSION:
             raise FlowError("This plan is of another version", expected=f"schema {SCHEMA_VERSION}", received=version)
-        calls = tuple(
-            PlannedCall(
-                **{
-                    **c,
-                    "settings": tuple((name, text) for name, text in c["settings"]),
-                    "arguments": tuple((name, tuple(bindings)) for name, bindings in c["arguments"]),
-                    "reads": tuple(c["reads"]),
-                    "writes": tuple(c["writes"]),
-                }
+        try:
+            return cls(
+                calls=tuple(PlannedCall(**_tuples(c)) for c in raw["calls"]),
+                models=tuple(PlannedModel(**m) for m in raw["models"]),
+                weight_edges=tuple(PlannedWeightEdge(**e) for e in raw["weight_edges"]),
+                derived_writers=_tuples(raw["derived_writers"]),
+                micro_batch_tokens=raw["micro_batch_tokens"],
+                device=raw["device"],
             )
-            for c in raw["calls"]
-        )
-        return cls(
-            calls=calls,
-            models=tuple(PlannedModel(**m) for m in raw["models"]),
-            weight_edges=tuple(PlannedWeightEdge(**e) for e in raw["weight_edges"]),
-            derived_writers=tuple((label, base) for label, base in raw["derived_writers"]),
-            micro_batch_tokens=raw["micro_batch_tokens"],
-            device=raw["device"],
-        )
+        except (KeyError, TypeError) as error:
+            raise _not_a_plan(error) from None
 
     @property
     def structure(self) -> str:
@@ -178,6 +169,17 @@ class Plan:
             lines.append(f"Model {model.name}: {model.kind}, {model.engine} on {model.device}, {precision}, {written}")
         lines.append(f"Training and scoring run in micro-batches of at most {self.micro_batch_tokens} tokens.")
         return "\n".join(lines)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    if isinstance(value, list):
+        return tuple(_tuples(v) for v in value)
+    return {k: _tuples(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _not_a_plan(error: Exception) -> FlowError:
+    return FlowError("This is not a plan", expected="JSON written by Plan.to_json", received=repr(error))
 
 
 @dataclass(frozen=True, eq=False)

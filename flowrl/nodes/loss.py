@@ -43,9 +43,10 @@ class Current:
     """
 
     loss_mask: Ragged
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
+    # None where no loss requires it, which a loss that requires it need not ask about: so they are typed as tensors.
+    logprobs: Tensor = None  # type: ignore[assignment]
+    entropy: Tensor = None  # type: ignore[assignment]
+    values: Tensor = None  # type: ignore[assignment]
 
     def at_policy_tokens(self) -> Current:
         """The same with 0 selected where the policy wrote no token. A loss may then be NaN there: neither its value
@@ -55,7 +56,7 @@ class Current:
 
         mask = self.loss_mask.values.bool()
 
-        def selected(values: Tensor | None) -> Tensor | None:
+        def selected(values: Any) -> Any:
             return None if values is None else torch.where(mask, values, torch.zeros((), dtype=values.dtype))
 
         return replace(

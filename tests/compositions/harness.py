@@ -104,8 +104,8 @@ def run_as_program(composition: Composition, steps: int, out: Path) -> Ran:
 def run_both(build: Callable[[], Composition], out: Path, steps: int = 3) -> tuple[Eager, Ran]:
     """Run a composition both ways; what holds of every one is asserted here.
 
-    The weights change, and are equal bit for bit in the two runs, and so is every metric of the updaters; the version of
-    each Model that is written grows by one a step.
+    The weights change, and are equal bit for bit in the two runs, and so is every metric of the updaters. The version
+    of each Model that is written grows by one a step.
     """
     eager = run_eagerly(build(), steps)
     composition = build()
@@ -129,5 +129,6 @@ def run_both(build: Callable[[], Composition], out: Path, steps: int = 3) -> tup
             for name, value in stats.metrics.items():
                 if name == "kl":  # a row's is that of the policy before the update
                     continue
-                assert row[prefix + name] == value, f"step {i + 1}: {name} is {value} eagerly, {row[prefix + name]} as a Program"
+                other = row[prefix + name]
+                assert other == value, f"step {i + 1}: {name} is {value} eagerly, {other} as a Program"
     return eager, ran

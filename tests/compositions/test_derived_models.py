@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ DECAY = 0.75
 def followed(reference: type[DerivedModel], **settings: float) -> Composition:
     """GRPO with KL in the loss towards a reference that follows the actor."""
     actor = tiny_actor()
-    seen: dict = {}
+    seen: dict[str, list[Any]] = {}
     follower = reference(actor, **settings)
     rollouts = Rollout(actor, group_size=2, sampling=SAMPLING)(source(Prompts, name="prompts", batch_size=3))
     update = GRPOUpdater(actor, kl_coef=0.1, optimizer=FAST)(
@@ -73,7 +74,7 @@ def test_a_snapshot_is_taken_every_second_version(tmp_path: Path) -> None:
 
 
 def classifier() -> LlamaForSequenceClassification:
-    settings = tiny_model(0).config.to_dict() | {"num_labels": 1}
+    settings: dict[str, Any] = {**tiny_model(0).config.to_dict(), "num_labels": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         return LlamaForSequenceClassification(LlamaConfig(**settings)).eval()

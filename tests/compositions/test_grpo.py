@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,13 +51,13 @@ def short_form() -> Composition:
 
 def by_hand(*, watch: bool = False) -> Composition:
     actor = tiny_actor()
-    seen: dict = {}
+    seen: dict[str, list[Any]] = {}
     rollouts = Rollout(actor, group_size=3, sampling=SAMPLING)(source(Prompts, name="prompts", batch_size=3))
     advantages = GroupAdvantage()(rollouts, reward()(rollouts))
     old_logprobs = PolicyLogprobs(actor)(rollouts)
     ref_logprobs = ReferenceLogprobs(actor.frozen())(rollouts)
     loss = GRPOLoss(kl_coef=0.2)(rollouts, advantages, old_logprobs, ref_logprobs)
-    outputs = [Updater(actor, epochs=2, optimizer=FAST)(loss)]
+    outputs: list[Any] = [Updater(actor, epochs=2, optimizer=FAST)(loss)]
     if watch:
         outputs.append(Watch(actor.frozen(), seen)(rollouts))
     return Composition(RLFlow.from_outputs(*outputs), {"prompts": prompts()}, [actor], seen)

@@ -104,6 +104,6 @@ def everything(actor: Model | None = None) -> RLFlow:
 
 def held_out(actor: Model, data: Any, *, every: int = 2) -> Evaluation:
     """An evaluation with two sampled answers a prompt."""
-    rows = source(Prompts, name="held_out", batch_size=2)
+    rows = source(Prompts, name="held_out", batch_size=3)
     answers = Rollout(actor, group_size=2, sampling=Sampling(max_new_tokens=3))(rows)
     return Evaluation(RLFlow.from_outputs(reward()(answers)), data, every=every, success_threshold=0.1)

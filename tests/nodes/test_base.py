@@ -10,7 +10,20 @@ import pytest
 import torch
 
 import flowrl
-from flowrl import Model, Node, Prompts, Ragged, Ref, Rewards, Rollout, Rollouts, State, WeightedSum, rewards_like, source
+from flowrl import (
+    Model,
+    Node,
+    Prompts,
+    Ragged,
+    Ref,
+    Rewards,
+    Rollout,
+    Rollouts,
+    State,
+    WeightedSum,
+    rewards_like,
+    source,
+)
 from flowrl.context import StepContext, current_step, use_step
 from flowrl.errors import AlignmentError, EdgeTypeError, FlowError, GraphError, ModelError
 from tests.tiny import recorded_rollouts
@@ -70,7 +83,10 @@ class Says(Node):
 class Twice(Node):
     def __call__(self, rollouts: Rollouts) -> Rewards:
         first, second = Says()(rollouts), Says()(rollouts)
-        assert (first.reasons[0], second.reasons[0]) == (f"{current_step().label}/Says#0", f"{current_step().label}/Says#1")
+        assert (first.reasons[0], second.reasons[0]) == (
+            f"{current_step().label}/Says#0",
+            f"{current_step().label}/Says#1",
+        )
         return first
 
 
@@ -296,7 +312,9 @@ class TestRunning:
 
     def test_wrong_data_are_refused(self) -> None:
         error = raised(lambda: LengthPenalty()(Prompts(torch.arange(1), ("a",))), EdgeTypeError)  # type: ignore[arg-type]
-        assert "LengthPenalty: argument 'rollouts' has the wrong type. Expected Rollouts. Received Prompts" in str(error)
+        assert "LengthPenalty: argument 'rollouts' has the wrong type. Expected Rollouts. Received Prompts" in str(
+            error
+        )
         assert "Received NoneType" in str(raised(lambda: LengthPenalty()(None), EdgeTypeError))  # type: ignore[arg-type]
 
     def test_a_wrong_result_is_refused(self) -> None:
@@ -310,7 +328,9 @@ class TestRunning:
     def test_optional_inputs_may_be_absent_or_none(self) -> None:
         rollouts = recorded_rollouts()
         one = rewards_like(rollouts, one=torch.ones(6))
-        assert torch.equal(Difference()(rollouts, first=one).totals, Difference()(rollouts, first=one, second=None).totals)
+        assert torch.equal(
+            Difference()(rollouts, first=one).totals, Difference()(rollouts, first=one, second=None).totals
+        )
 
     def test_a_field_comes_as_it_is(self) -> None:
         class Longest(Node):

@@ -108,7 +108,9 @@ class TestTerms:
 
     def test_wrong_inputs(self) -> None:
         rollouts: Any = Rollout(Model("m"))(source(Prompts, name="prompts"))
-        assert "argument 'advantages' has the wrong type" in str(raised(lambda: reinforce(rollouts, rollouts), EdgeTypeError))
+        assert "argument 'advantages' has the wrong type" in str(
+            raised(lambda: reinforce(rollouts, rollouts), EdgeTypeError)
+        )
         assert "missing a required argument: 'coef'" in str(raised(lambda: entropic(rollouts), EdgeTypeError))  # type: ignore[call-arg]
 
     def test_losses_that_cannot_work(self) -> None:
@@ -169,7 +171,9 @@ class TestSums:
         rollouts = recorded_rollouts()
         left_out = replace(
             old_of(rollouts),
-            old_logprobs=rollouts.rollout_logprobs.with_values(torch.full_like(rollouts.rollout_logprobs.values, torch.nan)),
+            old_logprobs=rollouts.rollout_logprobs.with_values(
+                torch.full_like(rollouts.rollout_logprobs.values, torch.nan)
+            ),
             is_current=True,
         )
         current = current_of(rollouts)
@@ -177,7 +181,9 @@ class TestSums:
         assert torch.equal(current.old(left_out), current.logprobs.detach()) and not current.old(left_out).requires_grad
         for term in (naive_ratio(rollouts, left_out), PPOLoss()(rollouts, advantages_of(rollouts), left_out)):
             total, _ = term.loss.sums(current, None, **term.inputs)["loss"]
-            assert torch.allclose(total, torch.tensor(-float(len(rollouts.loss_mask.values))))  # a ratio of 1 everywhere
+            assert torch.allclose(
+                total, torch.tensor(-float(len(rollouts.loss_mask.values)))
+            )  # a ratio of 1 everywhere
             (gradient,) = torch.autograd.grad(total, current.logprobs)
             assert torch.allclose(gradient, -torch.ones_like(gradient))
 

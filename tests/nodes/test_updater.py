@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import flowrl
-from flowrl import AdamW, Demonstrations, Model, PPOLoss, Preferences, SFTLoss, TrainStats, Updater, ValueHead, ValueLoss
+from flowrl import (
+    AdamW,
+    Demonstrations,
+    Model,
+    PPOLoss,
+    Preferences,
+    SFTLoss,
+    TrainStats,
+    Updater,
+    ValueHead,
+    ValueLoss,
+)
 from flowrl.batches import Values
 from flowrl.context import Bindings, StepContext, use_bindings, use_step
 from flowrl.nodes.loss import LossTerm, TermRows

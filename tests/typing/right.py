@@ -50,10 +50,10 @@ def scaled(rewards: Rewards, factor: float = 2.0) -> Rewards: ...
 
 
 @flowrl.loss
-def reinforce(current: Current, rollouts: Rollouts, advantages: Advantages, scale: float = 1.0) -> "Tensor": ...
+def reinforce(current: Current, rollouts: Rollouts, advantages: Advantages, bonus: float = 0.0) -> "Tensor": ...
 
 
 penalised = LengthPenalty(per_token=0.02)(rollouts)
 doubled = scaled(penalised, factor=3.0)
-term: LossTerm = reinforce(rollouts, advantages, scale=0.5)
+term: LossTerm = reinforce.options(weight=0.5, label="r")(rollouts, advantages, bonus=0.5)
 lengths = rollouts.tokens.lengths

@@ -122,15 +122,15 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, targets, entropies = ctx.saved_tensors  # type: ignore[misc]
-        bias: Any = ctx.bias
+        hidden, weight, targets, entropies = ctx.saved_tensors
+        bias: Tensor | None = ctx.bias
         settings: HeadSettings = ctx.settings
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         cast_weight = weight.to(settings.dtype)
         cast_bias = None if bias is None else bias.to(settings.dtype)
         grad_hidden = torch.zeros_like(hidden) if want_hidden else None
         grad_weight: Tensor | None = None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
+        grad_bias = None if bias is None or not want_bias else torch.zeros_like(bias, dtype=torch.float32)
         for index, start in enumerate(range(0, len(targets), SLICE)):
             stop = min(start + SLICE, len(targets))
             # Positions without a gradient (masked, or of advantage 0) cost nothing. NaN counts as one: it is not 0.
@@ -171,7 +171,7 @@ class _HeadLogprobs(torch.autograd.Function):
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
             None,
             None,
         )

@@ -193,7 +193,7 @@ def _run_batch(
 def _forward(engine: TransformersEngine, work: _Work, sequences: Sequences) -> list[Current]:
     """What each term reads of the Model, for the rows of one micro-batch."""
     heads = [_head_name(rows.term) if "values" in rows.term.loss.requires else None for rows, _ in work.terms]
-    scores = engine.forward(
+    scores: Any = engine.forward(  # columns that no loss requires are None
         sequences,
         temperature=work.temperature,
         entropy="entropy" in work.requires,
@@ -246,7 +246,7 @@ def _select_current(current: Current, rows: list[int]) -> Current:
     index = torch.tensor(rows)
     mask = current.loss_mask
 
-    def cut(values: Tensor | None) -> Tensor | None:
+    def cut(values: Any) -> Any:
         return None if values is None else mask.with_values(values.detach()).select(index).values
 
     return Current(mask.select(index), cut(current.logprobs), cut(current.entropy), cut(current.values))

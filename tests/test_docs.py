@@ -1,0 +1,39 @@
+"""Every ```python block of the README and of docs/*.md runs as printed.
+
+Blocks of one file share a namespace, as a reader who pastes one after the other has it. A block behind a line
+``<!-- not run -->`` is left out (it needs an accelerator, say). Nothing is in the namespace beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^(?P<mark><!-- not run -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """(line of the first statement, code) of every block that is run."""
+    text = page.read_text()
+    return [
+        (text.count("\n", 0, found.start("code")) + 1, found["code"])
+        for found in BLOCK.finditer(text)
+        if not found["mark"]
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_snippets_run_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for line, code in blocks(page):
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)  # errors then point into the page
+
+
+def test_blocks_are_found() -> None:
+    assert sum(len(blocks(page)) for page in PAGES) > 10
