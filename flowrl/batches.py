@@ -298,7 +298,7 @@ class OldLogprobs(Batch):
     """float32 ragged ``old_logprobs`` in response layout: the trainer's log-probs before the update.
 
     ``is_current``: the plan left their computation out, because they must equal the current policy's own; the values
-    are then NaN, and a loss reads :meth:`flowrl.nodes.loss.Current.old`.
+    are then NaN, and ``TokenLoss.sums`` fills the current ones in before a loss looks at them.
     """
 
     prompt_id: Tensor

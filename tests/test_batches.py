@@ -144,11 +144,11 @@ class TestArrow:
     def test_wrong_tables(self) -> None:
         rollouts = recorded_rollouts()
         table = rollouts.to_arrow()
-        with pytest.raises(BatchError, match="does not hold Values. Expected Values. Received Rollouts"):
+        with pytest.raises(BatchError, match=r"does not hold Values. Expected Values. Received Rollouts"):
             Values.from_arrow(table)
         with pytest.raises(BatchError, match="no flowrl metadata"):
             Rollouts.from_arrow(pa.table({"a": [1]}))
-        with pytest.raises(BatchError, match="lacks column 'spans.kinds'"):
+        with pytest.raises(BatchError, match=r"lacks column 'spans.kinds'"):
             Rollouts.from_arrow(table.drop_columns(["spans.kinds"]))
         nulls = pa.array([None] * 6, pa.int64())
         with pytest.raises(BatchError, match=r"Rollouts.prompt_id cannot be read from Arrow: .*nulls"):
@@ -170,11 +170,11 @@ class TestRows:
 
     def test_parts_that_differ(self) -> None:
         a, b = every_batch(recorded_rollouts())[8], every_batch(recorded_rollouts())[9]
-        with pytest.raises(BatchError, match="Parts of a batch differ in OldLogprobs.is_current"):
+        with pytest.raises(BatchError, match=r"Parts of a batch differ in OldLogprobs.is_current"):
             OldLogprobs.concat([a, b])  # type: ignore[list-item]
         with pytest.raises(BatchError, match=r"differ in Rewards.components. Expected \['x', 'y'\] in every part"):
             Rewards.concat([rewards(x=[1.0]), rewards(y=[1.0], x=[2.0]), rewards(y=[1.0])])
-        with pytest.raises(BatchError, match="Rewards.concat needs parts"):
+        with pytest.raises(BatchError, match=r"Rewards.concat needs parts"):
             Rewards.concat([])
 
     def test_a_batch_is_a_value(self) -> None:
@@ -287,26 +287,61 @@ class TestMalformed:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda r: replace(r, sample_id=r.sample_id[:5]), r"Rollouts.sample_id has the wrong number of rows. Expected 6, as prompt_id has. Received 5"),
-            (lambda r: replace(r, prompt_id=r.prompt_id.int()), r"Rollouts.prompt_id is not such a column. Expected int64. Received int32"),
+            (
+                lambda r: replace(r, sample_id=r.sample_id[:5]),
+                r"Rollouts.sample_id has the wrong number of rows. Expected 6, as prompt_id has. Received 5",
+            ),
+            (
+                lambda r: replace(r, prompt_id=r.prompt_id.int()),
+                r"Rollouts.prompt_id is not such a column. Expected int64. Received int32",
+            ),
             (lambda r: replace(r, prompt_id=[0] * 6), r"Rollouts.prompt_id .* Received list"),
             (lambda r: replace(r, prompt_id=r.prompt_id[:, None]), r"Received int64 of shape \[6, 1\]"),
-            (lambda r: replace(r, tokens=r.tokens.with_values(r.tokens.values.float())), r"Rollouts.tokens .*Expected int64 ragged. Received float32 ragged"),
+            (
+                lambda r: replace(r, tokens=r.tokens.with_values(r.tokens.values.float())),
+                r"Rollouts.tokens .*Expected int64 ragged. Received float32 ragged",
+            ),
             (lambda r: replace(r, tokens=r.prompt_id), r"Rollouts.tokens .*Expected int64 ragged. Received int64\."),
             (lambda r: replace(r, finish_reason=r.finish_reason.long()), r"Rollouts.finish_reason .*Expected uint8"),
             (lambda r: replace(r, messages=list(r.messages)), r"Rollouts.messages .*Expected objects. Received list"),
-            (lambda r: replace(r, extras={"answer": ("1",)}), r"Rollouts.extras\['answer'\] has the wrong number of rows"),
+            (
+                lambda r: replace(r, extras={"answer": ("1",)}),
+                r"Rollouts.extras\['answer'\] has the wrong number of rows",
+            ),
             (lambda r: replace(r, extras=("1",) * 6), r"Rollouts.extras .*Expected dict of objects. Received objects"),
-            (lambda r: replace(r, rollout_logprobs=r.tokens.with_values(r.tokens.values.float())), r"Rollouts.rollout_logprobs does not fit row 0. Expected 4 \(a value a response token\). Received 9"),
-            (lambda r: replace(r, tokens=Ragged.from_rows([[1]] * 6)), r"Rollouts: the spans of row 0 do not cover its tokens. Expected 1 tokens. Received spans over 9"),
-            (lambda r: Values(r.prompt_id, r.sample_id, column(r).with_values(column(r).values.double())), r"Values.values .*Received float64 ragged"),
-            (lambda r: Advantages(r.prompt_id, r.sample_id, column(r), column(r.select([0, 1, 2, 3, 5, 4]))), r"Advantages.returns does not fit row 4"),
+            (
+                lambda r: replace(r, rollout_logprobs=r.tokens.with_values(r.tokens.values.float())),
+                r"Rollouts.rollout_logprobs does not fit row 0. Expected 4 \(a value a response token\). Received 9",
+            ),
+            (
+                lambda r: replace(r, tokens=Ragged.from_rows([[1]] * 6)),
+                r"Rollouts: the spans of row 0 do not cover its tokens. Expected 1 tokens. Received spans over 9",
+            ),
+            (
+                lambda r: Values(r.prompt_id, r.sample_id, column(r).with_values(column(r).values.double())),
+                r"Values.values .*Received float64 ragged",
+            ),
+            (
+                lambda r: Advantages(r.prompt_id, r.sample_id, column(r), column(r.select([0, 1, 2, 3, 5, 4]))),
+                r"Advantages.returns does not fit row 4",
+            ),
             (lambda r: rewards(a=[1, 2]), r"Rewards.components\['a'\] .*Expected float32. Received int64"),
-            (lambda r: Spans(r.spans.kinds, r.spans.lengths.select(torch.arange(5)), r.spans.policy_versions), r"Spans.lengths has the wrong number of rows"),
-            (lambda r: Spans(r.spans.kinds, r.spans.lengths, Ragged.from_rows([[0]] * 6)), r"Spans.policy_versions does not fit row 0"),
-            (lambda r: Spans(*(Ragged.from_rows([[v]], d) for v, d in ((0, torch.uint8), (-1, torch.int64), (0, torch.int64)))), r"negative length"),
+            (
+                lambda r: Spans(r.spans.kinds, r.spans.lengths.select(torch.arange(5)), r.spans.policy_versions),
+                r"Spans.lengths has the wrong number of rows",
+            ),
+            (
+                lambda r: Spans(r.spans.kinds, r.spans.lengths, Ragged.from_rows([[0]] * 6)),
+                r"Spans.policy_versions does not fit row 0",
+            ),
+            (
+                lambda r: Spans(
+                    *(Ragged.from_rows([[v]], d) for v, d in ((0, torch.uint8), (-1, torch.int64), (0, torch.int64)))
+                ),
+                r"negative length",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_the_message_names_the_column(self, make: Callable[[Rollouts], Any], message: str) -> None:
         with pytest.raises(BatchError, match=message):
             make(recorded_rollouts())

@@ -299,16 +299,17 @@ def test_old_logprobs_of_another_model() -> None:
     other = Model("o", name="other")
     loss = PPOLoss()(w.rollouts, w.advantages, PolicyLogprobs(other, label="others")(w.rollouts))
     assert lines(RLFlow.from_outputs(Updater(w.actor)(loss), w.old)) == [
-        "[log-prob origin] PPOLoss#0, argument 'old_logprobs': expected old log-probs of 'actor', which Updater#0 trains; "
-        "received those of 'other' from others. Do: compute them with PolicyLogprobs of the trained Model. (at HERE)"
+        "[log-prob origin] PPOLoss#0, argument 'old_logprobs': expected old log-probs of 'actor', which Updater#0 "
+        "trains; received those of 'other' from others. Do: compute them with PolicyLogprobs of the trained Model. "
+        "(at HERE)"
     ]
 
 
 def test_old_logprobs_at_another_temperature() -> None:
     w = Wired(Rollout(Model("m", name="actor"), group_size=4, sampling=Sampling(temperature=0.7)), temperature=1.0)
     assert lines(RLFlow.from_outputs(w.update())) == [
-        "[log-prob origin] PolicyLogprobs#0, argument 'sequences': expected temperature 0.7, as Rollout#0 samples; received "
-        "temperature 1.0. Do: leave temperature out: it is then taken from the rollouts. (at HERE)"
+        "[log-prob origin] PolicyLogprobs#0, argument 'sequences': expected temperature 0.7, as Rollout#0 samples; "
+        "received temperature 1.0. Do: leave temperature out: it is then taken from the rollouts. (at HERE)"
     ]
 
 
@@ -328,8 +329,8 @@ def test_truncated_sampling_is_a_warning() -> None:
     flow = RLFlow.from_outputs(w.update())
     assert flow.check().ok
     assert lines(flow) == [
-        "[full support] Rollout#0: expected sampling from the full distribution for a loss with importance ratios; received "
-        "top_p=0.9, top_k=0, min_p=0.0. Do: sample with top_p=1, top_k=0, min_p=0. (at HERE)"
+        "[full support] Rollout#0: expected sampling from the full distribution for a loss with importance ratios; "
+        "received top_p=0.9, top_k=0, min_p=0.0. Do: sample with top_p=1, top_k=0, min_p=0. (at HERE)"
     ]
     assert RLFlow.from_outputs(FunctionReward(len)(w.rollouts), w.advantages, w.old).check().warnings == ()
 
@@ -344,8 +345,8 @@ def test_what_is_upstream_of_a_filter() -> None:
     kept = Sieve()(w.rollouts, whitened)
     loss = PPOLoss()(kept, w.advantages, w.old)
     assert lines(RLFlow.from_outputs(Updater(w.actor)(loss))) == [
-        "[before a filter] GAE#0: expected a node that can be called again for further groups, without a writer; received "
-        "split='whole', upstream of Sieve#0. Do: move it behind the filter. (at HERE)"
+        "[before a filter] GAE#0: expected a node that can be called again for further groups, without a writer; "
+        "received split='whole', upstream of Sieve#0. Do: move it behind the filter. (at HERE)"
     ]
 
 

@@ -320,7 +320,8 @@ class TestShortForm:
             policy_updater=GRPOUpdater(),
         )
         assert flow.labels == (
-            "prompts", "Rollout#0", "FunctionReward#0", "GroupAdvantage#0", "PolicyLogprobs#0", "GRPOLoss#0", "Updater#0"
+            "prompts", "Rollout#0", "FunctionReward#0", "GroupAdvantage#0", "PolicyLogprobs#0", "GRPOLoss#0",
+            "Updater#0",
         )  # fmt: skip
         assert flow.call("Updater#0").node.models() == (ACTOR,)
 
@@ -388,8 +389,8 @@ class TestShortForm:
     def test_a_missing_part_lists_what_there_is(self) -> None:
         error = raised(lambda: RLFlow(rollout=Rollout(ACTOR), policy_updater=PPOUpdater()))
         assert str(error).startswith(
-            "RLFlow lacks reward, advantage_estimator. Expected rollout, reward (or reward_models), advantage_estimator and "
-            "policy_updater. Received rollout, policy_updater. Do: give the missing part"
+            "RLFlow lacks reward, advantage_estimator. Expected rollout, reward (or reward_models), "
+            "advantage_estimator and policy_updater. Received rollout, policy_updater. Do: give the missing part"
         )
         assert error.where is not None and error.where.startswith(__file__)
         assert "Received none of them" in str(raised(lambda: RLFlow()))

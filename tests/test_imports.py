@@ -128,12 +128,14 @@ def test_public_names() -> None:
         # models
         "Model", "ValueModel", "RewardModel", "Frozen", "Snapshot", "Ema", "ValueHead", "State",
         # batches
-        "Batch", "Prompts", "Sequences", "Rollouts", "Demonstrations", "Preferences", "Rewards", "Values", "OldLogprobs",
-        "RefLogprobs", "Advantages", "TrainStats", "Ragged", "Spans", "SpanKind", "FinishReason", "LogprobOrigin",
+        "Batch", "Prompts", "Sequences", "Rollouts", "Demonstrations", "Preferences", "Rewards", "Values",
+        "OldLogprobs", "RefLogprobs", "Advantages", "TrainStats", "Ragged", "Spans", "SpanKind", "FinishReason",
+        "LogprobOrigin",
         # nodes
-        "Node", "node", "Loss", "TokenLoss", "LossTerm", "Current", "loss", "Filter", "rewards_like", "Source", "source",
-        "Rollout", "Sampling", "FunctionReward", "RewardModelScore", "WeightedSum", "KLPenalty", "PolicyLogprobs",
-        "ReferenceLogprobs", "Critic", "DropUniformGroups", "GAE", "GroupAdvantage", "PPOLoss", "GRPOLoss", "ValueLoss",
+        "Node", "node", "Loss", "TokenLoss", "LossTerm", "Current", "loss", "Filter", "rewards_like", "Source",
+        "source", "Rollout", "Sampling", "FunctionReward", "RewardModelScore", "WeightedSum", "KLPenalty",
+        "PolicyLogprobs", "ReferenceLogprobs", "Critic", "DropUniformGroups", "GAE", "GroupAdvantage",
+        "PPOLoss", "GRPOLoss", "ValueLoss",
         "SFTLoss", "Updater", "AdamW", "PPOUpdater", "GRPOUpdater", "ValueUpdater", "SFTUpdater",
         # flow, plan, run
         "RLFlow", "Ref", "WeightEdge", "Cluster", "compile", "Plan", "Program", "run", "RunResult", "Evaluation",

@@ -6,10 +6,11 @@ State, what is live (pools, sandboxes) is opened in ``setup`` and closed by the 
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import Field, FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from flowrl import context
@@ -19,6 +20,9 @@ from flowrl.errors import GraphError
 from flowrl.graph import user_location
 from flowrl.models import BaseModel, State
 from flowrl.nodes.calling import Port, align_arguments, check_data, check_result, read_signature, record_or_run
+
+# A class that travels by value would bring along a copy of the mark for "no default", which nobody takes for that mark.
+copyreg.pickle(type(MISSING), lambda _: "MISSING")
 
 __all__ = ["Join", "Node", "Port", "Split"]
 

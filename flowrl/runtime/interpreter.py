@@ -193,8 +193,7 @@ class _Runner:
     def _exhausted(self, short: Sequence[_Filter]) -> bool:
         """What filters that let too few groups through do about it: whether the groups are carried over."""
         for each in short:
-            gained = each.passed > each.carried_in
-            if each.on_exhausted == "fail" or not (gained or (each.passed and each.on_exhausted == "train_short")):
+            if each.on_exhausted == "fail" or not each.passed:
                 raise ExhaustedError(
                     f"{each.label} let {each.passed} of {each.target} groups through in {self.done.pulls} pulls",
                     expected=f"{each.target} groups, the batch_size of its source",

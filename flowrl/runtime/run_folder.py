@@ -153,7 +153,9 @@ class RunFolder:
             return json.loads(self.manifest.read_text())
         except FileNotFoundError:
             raise RunFolderError(
-                f"{self.path} is not a run folder", expected=self.manifest.name, received="no such file"
+                f"{self.path} is not a run folder",
+                expected=self.manifest.name,
+                received="no such file" if self.path.is_dir() else "no such folder",
             ) from None
         except ValueError as error:
             raise RunFolderError(f"{self.manifest} is damaged", received=error) from None

@@ -74,7 +74,7 @@ def grpo(**updater: Any) -> RLFlow:
 class TestPlan:
     @pytest.mark.parametrize("flow", [ppo, grpo], ids=["ppo", "grpo"])
     def test_golden_plans(self, flow: Any, request: pytest.FixtureRequest) -> None:
-        """When one changes, the commit message says why the new plan is the better one (FLOWRL_WRITE_PLANS=1 writes)."""
+        """When one changes, the commit message says why the new plan is better. FLOWRL_WRITE_PLANS=1 writes them."""
         path = PLANS / f"{flow.__name__}.json"
         text = compile(flow(), CPU).plan.to_json() + "\n"
         if os.environ.get("FLOWRL_WRITE_PLANS"):
@@ -93,7 +93,7 @@ class TestPlan:
         for text in ("[]", "3", '{"schema_version": 1}', '{"schema_version": 1, "calls": [{"label": 1}]}'):
             with pytest.raises(FlowError, match="This is not a plan"):
                 Plan.from_json(text)
-        with pytest.raises(FlowError, match="another version. Expected schema 1. Received 99"):
+        with pytest.raises(FlowError, match=r"another version. Expected schema 1. Received 99"):
             Plan.from_json(replace(compile(grpo(), CPU).plan, schema_version=99).to_json())
 
     def test_equal_flows_have_equal_plans(self) -> None:
@@ -120,7 +120,7 @@ class TestPlan:
     def test_plans_do_not_depend_on_the_hash_seed(self) -> None:
         code = (
             "from tests.compiler.test_plan import *\n"
-            "flow = ppo()\nplan = compile(flow, CPU).plan\nprint(plan.structure, hash(plan.to_json()) and plan.to_json())"
+            "plan = compile(ppo(), CPU).plan\nprint(plan.structure, plan.to_json())"
         )
         outputs = {
             subprocess.run(
@@ -131,7 +131,7 @@ class TestPlan:
                 cwd=ROOT,
                 env={**os.environ, "PYTHONHASHSEED": seed},
             ).stdout
-            for seed in ("0", "1", "77")
+            for seed in ("0", "77")
         }
         assert len(outputs) == 1 and compile(ppo(), CPU).plan.structure in outputs.pop()
 
@@ -210,8 +210,9 @@ class TestCompile:
         assert compile(grpo(), CPU).graph_svg.startswith("<svg")
 
 
-SCRIPT = """
-from __future__ import annotations
+FUTURE = "from __future__ import annotations\n"
+
+SCRIPT = """from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 import flowrl
@@ -255,8 +256,8 @@ def flow(updater):
     inner, local = in_a_function()
     rollouts = Rollout(actor, group_size=2)(source(Prompts, name="prompts", batch_size=3))
     rewards = WeightedSum()(
-        Longer()(rollouts), Longest(Options(1.0))(rollouts), shorter(rollouts, by=0.5), inner(rollouts), local(rollouts),
-        FunctionReward(lambda response: len(response))(rollouts),
+        Longer()(rollouts), Longest(Options(1.0))(rollouts), shorter(rollouts, by=0.5), inner(rollouts),
+        local(rollouts), FunctionReward(lambda response: len(response))(rollouts),
     )
     return RLFlow.from_outputs(Updater(actor)(updater(rollouts, GroupAdvantage()(rollouts, rewards))))
 """
@@ -276,35 +277,37 @@ import dataclasses, pickle, sys
 from pathlib import Path
 from flowrl.compiler.plan import load_program
 from flowrl.nodes.calling import Port
-from tests.tiny import recorded_rollouts
-program = load_program(Path(sys.argv[1]).read_bytes())
-rollouts, advantages = recorded_rollouts(), None
-totals = {}
-for call in program.calls:
-    node = call.node
-    if tuple(call.arguments) == ("rollouts",) and node.name != "FunctionReward":
-        totals[node.name] = float(node.run({"rollouts": rollouts}, call.label).totals.sum())
-    assert [f.name for f in dataclasses.fields(node)][0] == "label", node
-    assert dataclasses.replace(node, label="x").label == "x" and node.settings() == dataclasses.replace(node).settings()
-    assert all(isinstance(p, Port) for p in node.ports)
-lengths = float(rollouts.response_lengths.sum())
-assert totals == {
-    "Longer": 2 * lengths, "Longest": lengths, "shorter": -0.5 * lengths, "Inner": lengths, "local": 3 * lengths
-}, totals
-try:
-    node.label = "y"
-except dataclasses.FrozenInstanceError:
-    pass
-else:
-    raise AssertionError("not frozen")
-from flowrl.runtime.engines.base import StepResult
 from tests.nodes.test_loss import advantages_of, current_of
-loss = program.call("reinforce#0").node
-term = loss.run({"rollouts": rollouts, "advantages": advantages_of(rollouts)}, "reinforce#0")
-assert term.loss.sums(current_of(rollouts), None, **term.inputs)["loss"][0].requires_grad
-first, second = pickle.loads(Path(sys.argv[2]).read_bytes())
-assert first.models[0] is second.models[0] is second.call("eval").node.model is first.call("Updater#0").node.model
-print("loaded", len(program.calls))
+from tests.tiny import recorded_rollouts
+
+rollouts = recorded_rollouts()
+lengths = float(rollouts.response_lengths.sum())
+for folder in map(Path, sys.argv[1:]):
+    program = load_program((folder / "one").read_bytes())
+    totals = {}
+    for call in program.calls:
+        node = call.node
+        if tuple(call.arguments) == ("rollouts",) and node.name != "FunctionReward":
+            totals[node.name] = float(node.run({"rollouts": rollouts}, call.label).totals.sum())
+        assert [f.name for f in dataclasses.fields(node)][0] == "label", node
+        assert dataclasses.replace(node, label="x").label == "x"
+        assert dataclasses.replace(node).settings() == node.settings()
+        assert all(isinstance(p, Port) for p in node.ports)
+    assert totals == {
+        "Longer": 2 * lengths, "Longest": lengths, "shorter": -0.5 * lengths, "Inner": lengths, "local": 3 * lengths
+    }, totals
+    try:
+        node.label = "y"
+    except dataclasses.FrozenInstanceError:
+        pass
+    else:
+        raise AssertionError("not frozen")
+    loss = program.call("reinforce#0").node
+    term = loss.run({"rollouts": rollouts, "advantages": advantages_of(rollouts)}, "reinforce#0")
+    assert term.loss.sums(current_of(rollouts), None, **term.inputs)["loss"][0].requires_grad
+    first, second = pickle.loads((folder / "both").read_bytes())
+    assert first.models[0] is second.models[0] is second.call("eval").node.model is first.call("Updater#0").node.model
+    print(folder.name, len(program.calls))
 """
 
 
@@ -317,29 +320,22 @@ def _python(*args: str) -> str:
 
 
 class TestTravel:
-    def test_nodes_of_main_and_of_functions_travel(self, tmp_path: Path) -> None:
-        script, load = tmp_path / "script.py", tmp_path / "load.py"
+    def test_nodes_of_a_script_and_of_a_notebook_travel(self, tmp_path: Path) -> None:
+        """Written by one process, where they live in ``__main__`` and in functions; run by another, which cannot import
+        them. Cells of a notebook are executed in a namespace that is no module's file, as IPython does it."""
+        script, kernel, load = tmp_path / "script.py", tmp_path / "kernel.py", tmp_path / "load.py"
         script.write_text(SCRIPT + SAVE)
-        load.write_text(LOAD)
-        files = [str(tmp_path / "one"), str(tmp_path / "two")]
-        _python(str(script), *files)
-        assert _python(str(load), *files) == "loaded 12\n"
-
-    def test_nodes_of_a_notebook_travel(self, tmp_path: Path) -> None:
-        """Cells are executed in a namespace that is no module's file, as IPython does with its ``__main__``."""
-        runner = tmp_path / "kernel.py"
-        runner.write_text(
+        kernel.write_text(
             "import sys, types\n"
             "main = types.ModuleType('__main__'); sys.modules['__main__'] = main\n"
-            f"for i, cell in enumerate([{SCRIPT.replace('from __future__ import annotations', '')!r}, {SAVE!r}]):\n"
-            "    exec(compile('from __future__ import annotations\\n' + cell, f'<ipython-input-{i}-abc>', 'exec'),\n"
-            "         main.__dict__)\n"
+            f"for i, cell in enumerate([{SCRIPT.replace(FUTURE, '')!r}, {SAVE!r}]):\n"
+            f"    exec(compile({FUTURE!r} + cell, f'<ipython-input-{{i}}-abc>', 'exec'), main.__dict__)\n"
         )
-        load = tmp_path / "load.py"
         load.write_text(LOAD)
-        files = [str(tmp_path / "one"), str(tmp_path / "two")]
-        _python(str(runner), *files)
-        assert _python(str(load), *files) == "loaded 12\n"
+        for name in ("script", "kernel"):
+            (tmp_path / name).mkdir()
+            _python(str(tmp_path / f"{name}.py"), str(tmp_path / name / "one"), str(tmp_path / name / "both"))
+        assert _python(str(load), str(tmp_path / "script"), str(tmp_path / "kernel")) == "script 12\nkernel 12\n"
 
     def test_a_program_travels_with_its_plan(self) -> None:
         program = compile(grpo(), CPU)
@@ -348,7 +344,7 @@ class TestTravel:
         assert back.elided() == program.elided() and back.models[0] is back.call("Rollout#0").node.models()[0]
 
     def test_bytes_that_are_no_program(self) -> None:
-        with pytest.raises(FlowError, match="not a program. Expected Program.to_bytes\\(\\). Received list"):
+        with pytest.raises(FlowError, match=r"not a program. Expected Program.to_bytes\(\). Received list"):
             load_program(pickle.dumps([1]))
 
 

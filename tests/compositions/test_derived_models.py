@@ -32,7 +32,7 @@ from tests.tiny import tiny_actor, tiny_model, tiny_tokenizer
 DECAY = 0.75
 
 
-def followed(reference: type[DerivedModel], **settings: float) -> Composition:
+def followed(reference: type[DerivedModel], **settings: Any) -> Composition:
     """GRPO with KL in the loss towards a reference that follows the actor."""
     actor = tiny_actor()
     seen: dict[str, list[Any]] = {}

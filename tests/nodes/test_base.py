@@ -108,7 +108,7 @@ class TestClasses:
         assert penalty == LengthPenalty(per_token=0.5, label="short") != LengthPenalty()
         assert penalty.settings() == {"per_token": 0.5}
         assert penalty.name == "LengthPenalty"
-        with pytest.raises(FrozenInstanceError, match="use dataclasses.replace"):
+        with pytest.raises(FrozenInstanceError, match=r"use dataclasses.replace"):
             penalty.per_token = 1.0  # type: ignore[misc]
         with pytest.raises(FrozenInstanceError):
             del penalty.per_token  # type: ignore[misc]

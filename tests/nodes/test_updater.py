@@ -156,7 +156,7 @@ class TestMinibatches:
 
 class TestStats:
     def test_metrics_are_weighted_by_counts(self) -> None:
-        stats, engine = train(Updater(ACTOR, num_minibatches=5), term())
+        stats, _ = train(Updater(ACTOR, num_minibatches=5), term())
         assert stats.metrics["metric"] == pytest.approx((0 + 1 + 2) * 4 / 12)
         assert stats.metrics["grad_norm"] == pytest.approx((0 + 1 + 2 + 3 + 4) / 5)
         assert stats.metrics["learning_rate"] == 4.5

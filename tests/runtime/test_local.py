@@ -295,13 +295,13 @@ def test_an_ema_that_only_an_evaluation_reads_follows(tmp_path: Path) -> None:
 
 @flowrl.loss
 def poisoned(current: Any, rollouts: Rollouts, advantages: Advantages, when: Callable[[int], bool] = bool) -> Any:
-    """A policy-gradient loss that is NaN for the rows of one prompt."""
+    """A policy-gradient loss that is NaN for the rows of the second prompt."""
     from flowrl.context import current_step
 
     losses = -advantages.advantages.values * current.logprobs
     if when(current_step().iteration + 1):
         ids = rollouts.prompt_id[rollouts.loss_mask.row_of_value]
-        losses = torch.where(ids == rollouts.prompt_id.max(), torch.nan, losses)
+        losses = torch.where(ids % 2 == 1, torch.nan, losses)
     return losses
 
 

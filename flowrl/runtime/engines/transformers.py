@@ -10,6 +10,7 @@ transformers_attention    attention over packed rows
 transformers_head         log-probs from hidden states, a slice at a time
 transformers_layout       micro-batches and packing
 transformers_sampling     generation
+transformers_cache        the key-value cache of a generation
 transformers_training     one optimiser step
 transformers_state        weights, checkpoints, export
 ========================= =============================================================================
@@ -36,7 +37,7 @@ from flowrl.models import AnyModel, DerivedModel, Model
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines import transformers_state as state
 from flowrl.runtime.engines.base import EngineOptions, Generated, StepResult, TokenScores
-from flowrl.runtime.engines.transformers_layout import check_lengths, micro_batch_rows, padded_layout
+from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_rows, padded_layout
 from flowrl.runtime.engines.transformers_loading import load_module, load_tokenizer, load_value_head
 from flowrl.runtime.engines.transformers_network import Network
 from flowrl.runtime.engines.transformers_sampling import generate
@@ -259,7 +260,7 @@ class TransformersEngine:
         return logits.float().reshape(sequences.num_rows, -1)[:, 0].cpu()
 
     def _micro_batches(self, sequences: Sequences) -> list[Tensor]:
-        check_lengths(sequences, self.max_length)
+        check_rows(sequences, self.max_length, self.network.vocab_size)
         return [torch.tensor(rows) for rows in micro_batch_rows(sequences, self.micro_batch_tokens)]
 
     def forward(

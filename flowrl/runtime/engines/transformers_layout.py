@@ -41,12 +41,22 @@ class Layout:
     last: Tensor
 
 
-def check_lengths(sequences: Sequences, max_length: int | None) -> None:
+def check_rows(sequences: Sequences, max_length: int | None, vocab_size: int) -> None:
     """Refuse rows that no forward pass can score.
 
     Raises:
-        DataError: a row without a prompt, or longer than the model takes.
+        DataError: a row without a prompt, longer than the model takes, or with a token that it does not know.
     """
+    unknown = (sequences.tokens.values < 0) | (sequences.tokens.values >= vocab_size)
+    if bool(unknown.any()):
+        place = int(unknown.nonzero()[0])
+        row = int(sequences.tokens.row_of_value[place])
+        raise DataError(
+            f"{_name_row(sequences, row)} has a token that the model does not know",
+            expected=f"token ids from 0 to {vocab_size - 1}",
+            received=int(sequences.tokens.values[place]),
+            do="use models that share one tokenizer",
+        )
     lengths, prompts = sequences.tokens.lengths, sequences.prompt_lengths
     if max_length is not None and bool((lengths > max_length).any()):
         row = int((lengths > max_length).nonzero()[0])

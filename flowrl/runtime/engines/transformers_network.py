@@ -86,6 +86,11 @@ class Network:
         return int(self.module.config.get_text_config().hidden_size)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids that have an embedding."""
+        return int(self.module.get_input_embeddings().num_embeddings)
+
+    @property
     def max_length(self) -> int | None:
         """Tokens that the model takes; None where it has no limit."""
         length = getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
@@ -184,7 +189,7 @@ class Network:
             return False
         if "position_ids" not in self.parameters_of_trunk:
             return False
-        sequences = _probe_sequences(int(self.module.config.get_text_config().vocab_size))
+        sequences = _probe_sequences(self.vocab_size)
         layout = packed_layout(sequences, self.device)
         try:
             # Eager attention is written out in every model, and leaves out nothing.
@@ -203,7 +208,7 @@ class Network:
     def _probe_head(self) -> LogitTransform | None:
         if type(self.head) is not nn.Linear:
             return None
-        row = _probe_sequences(int(self.module.config.get_text_config().vocab_size)).tokens.row(0)
+        row = _probe_sequences(self.vocab_size).tokens.row(0)
         logits = self.module(input_ids=row[None].to(self.device)).logits[0].float()
         hidden = self._plain_hidden(row)
         config = self.module.config.get_text_config()

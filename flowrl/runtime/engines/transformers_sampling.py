@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from flowrl.batches import FinishReason
 from flowrl.errors import DataError
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines.base import Generated
+from flowrl.runtime.engines.transformers_cache import new_cache
 from flowrl.runtime.engines.transformers_network import Network
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class _Batch:
         position_ids = (mask.cumsum(1) - 1).clamp(min=0)
         device = self.network.device
         mask = mask.to(device)
-        cache = DynamicCache(config=self.network.module.config)
+        cache = new_cache(self.network.module.config)
         logits, cache = self._forward(input_ids.to(device), position_ids.to(device), mask, cache)
         if len(distinct) < len(owners):
             owner = torch.tensor(owners, device=device)

@@ -21,7 +21,7 @@ from flowrl.functional.grouping import coupled_units
 from flowrl.nodes.logprobs import scoring_temperature
 from flowrl.nodes.loss import Current, LossTerm, TermRows
 from flowrl.runtime.engines.base import StepResult
-from flowrl.runtime.engines.transformers_layout import check_lengths, micro_batch_rows
+from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_rows
 
 if TYPE_CHECKING:
     from flowrl.nodes.updater import AdamW
@@ -143,7 +143,7 @@ def _group(engine: TransformersEngine, terms: list[tuple[TermRows, _Tally]]) -> 
         else:
             works.append(_Work([(rows, tally)], sequences, temperature))
     for work in works:
-        check_lengths(work.sequences, engine.max_length)
+        check_rows(work.sequences, engine.max_length, engine.network.vocab_size)
         coupled = None if work.couples == "row" else coupled_units(work.sequences, work.couples)
         work.batches = micro_batch_rows(work.sequences, engine.micro_batch_tokens, coupled)
     return works
@@ -205,7 +205,7 @@ def _forward(engine: TransformersEngine, work: _Work, sequences: Sequences) -> l
             loss_mask=mask,
             logprobs=scores.logprobs,
             entropy=scores.entropy,
-            values=None if head is None else scores.values[head],
+            values=scores.values.get(head),
         )
         for head in heads
     ]
@@ -255,16 +255,21 @@ def _select_current(current: Current, rows: list[int]) -> Current:
 def _rows_of_nonfinite_gradients(
     engine: TransformersEngine, works: Sequence[_Work], parameters: Sequence[Tensor]
 ) -> list[tuple[int, int]]:
-    """Ids of the rows of those micro-batches whose own gradient is not finite; of all where none is so alone."""
-    guilty: list[tuple[int, int]] = []
-    for work, rows in _all_batches(works):
+    """Ids of the rows (or coupled units) whose own gradient is not finite. Where none is so alone, of the whole
+    micro-batch; where no micro-batch is, of all."""
+
+    def finite(work: _Work, rows: list[int]) -> bool:
         _clear_gradients(parameters)
         _run_batch(engine, work, rows, backward=True, tally=False)
-        if not math.isfinite(_grad_norm(parameters)):
-            guilty += _ids(work.sequences, rows)
-    if guilty:
-        return guilty
-    return [ids for work, rows in _all_batches(works) for ids in _ids(work.sequences, rows)]
+        return math.isfinite(_grad_norm(parameters))
+
+    guilty: list[tuple[int, int]] = []
+    for work, rows in _all_batches(works):
+        if not finite(work, rows):
+            units = [u for u in coupled_units(work.sequences, work.couples) if u[0] in rows]
+            bad = [row for unit in units if not finite(work, unit) for row in unit]
+            guilty += _ids(work.sequences, bad or rows)
+    return guilty or [ids for work, rows in _all_batches(works) for ids in _ids(work.sequences, rows)]
 
 
 def _all_batches(works: Sequence[_Work]) -> Iterator[tuple[_Work, list[int]]]:

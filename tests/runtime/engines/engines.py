@@ -11,7 +11,6 @@ from flowrl.batches import Rollouts, Sequences
 from flowrl.context import Bindings
 from flowrl.models import Model
 from flowrl.nodes.loss import Current, LossTerm, TermRows, TokenLoss
-from flowrl.ragged import Ragged
 from flowrl.runtime.worker import open_engine
 from tests.tiny import tiny_tokenizer
 
@@ -86,12 +85,6 @@ class Regression(TokenLoss):
 def term_rows(term: LossTerm) -> TermRows:
     """A term over the rows of one optimiser step."""
     return TermRows(term, term.loss.prepare(**term.inputs), term.loss.count(**term.inputs))
-
-
-def rows_as_prompts(rollouts: Rollouts) -> Ragged:
-    """The prompts of the rows."""
-    starts = torch.zeros(rollouts.num_rows, dtype=torch.int64)
-    return rollouts.tokens.slice_rows(starts, rollouts.prompt_lengths)
 
 
 def relative_distance(found: Tensor, expected: Tensor) -> float:

@@ -64,13 +64,13 @@ def test_a_hub_that_cannot_be_reached_leaves_this_machine(monkeypatch: pytest.Mo
 
 
 def test_a_name_that_the_hub_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import httpx
+    from unittest.mock import MagicMock
+
     import huggingface_hub
     from huggingface_hub.errors import RepositoryNotFoundError
 
     def unknown(self: Any, *args: Any, **kwargs: Any) -> None:
-        response = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
-        raise RepositoryNotFoundError("404", response=response)
+        raise RepositoryNotFoundError("404", response=MagicMock())
 
     monkeypatch.setattr(huggingface_hub.constants, "is_offline_mode", lambda: False)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unknown)
@@ -149,7 +149,7 @@ def gguf_folder(folder: Path) -> Path:
     import numpy as np
 
     folder.mkdir()
-    module = tiny_model(vocab=64, hidden=32, layers=1)
+    module = tiny_model(vocab=64, hidden=32, layers=1, pad_token_id=None, bos_token_id=0, eos_token_id=1)
     writer = gguf.GGUFWriter(folder / "tiny.gguf", "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -162,9 +162,9 @@ def gguf_folder(folder: Path) -> Path:
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(8)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([chr(33 + i) for i in range(64)])
+    writer.add_token_list([chr(33 + i) for i in range(63)] + ['!"'])
     writer.add_token_types([1] * 64)
-    writer.add_token_merges(["! \""])
+    writer.add_token_merges(['! "'])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = {
@@ -181,9 +181,7 @@ def gguf_folder(folder: Path) -> Path:
         "mlp.down_proj.weight": "blk.0.ffn_down.weight",
     }
     for name, parameter in module.named_parameters():
-        writer.add_tensor(
-            names[name.removeprefix("model.layers.0.")], parameter.detach().numpy().astype(np.float32)
-        )
+        writer.add_tensor(names[name.removeprefix("model.layers.0.")], parameter.detach().numpy().astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

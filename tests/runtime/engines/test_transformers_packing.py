@@ -211,6 +211,10 @@ def test_rows_that_no_model_takes_are_named() -> None:
     engine = engine_of(tiny_model(max_positions=8))
     with pytest.raises(DataError, match=r"Row 1 \(prompt_id 0, sample_id 1\) is longer.*at most 8 tokens.*12"):
         engine.logprobs(recorded_rollouts(1, 2, response_lengths=(3, 7)))
+    with pytest.raises(DataError, match=r"Row 2 .* does not know.*from 0 to 263.*Received 264"):
+        foreign = recorded_rollouts(2, 2)
+        foreign.tokens.values[foreign.tokens.offsets[2]] = 264
+        engine_of(tiny_model()).logprobs(foreign)
     rollouts: Rollouts = recorded_rollouts(1, 1, prompt_lengths=(0,), response_lengths=(3,))
     with pytest.raises(DataError, match=r"Row 0 .* has no prompt"):
         engine.logprobs(rollouts)

@@ -267,7 +267,7 @@ def test_nan_outside_of_the_loss_mask_does_not_matter() -> None:
     assert not result.skipped and result.grad_norm > 0
 
 
-def test_a_gradient_that_is_not_finite_names_its_micro_batches() -> None:
+def test_a_gradient_that_is_not_finite_skips_the_step_and_names_its_rows() -> None:
     class Explode(Reinforce):
         """Finite for every row, with an infinite gradient for prompt 2."""
 
