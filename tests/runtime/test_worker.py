@@ -54,7 +54,7 @@ def test_frozen_keeps_the_weights_of_step_0() -> None:
 def test_a_frozen_of_a_trained_live_model_is_refused() -> None:
     actor, bindings = actor_and_bindings()
     train(bindings.engine(actor))
-    with pytest.raises(ModelError, match="weights of step 0 are gone.*before the first update"):
+    with pytest.raises(ModelError, match=r"weights of step 0 are gone.*before the first update"):
         bindings.engine(actor.frozen())  # type: ignore[arg-type]
 
 

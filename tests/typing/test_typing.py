@@ -29,7 +29,14 @@ def _pyright(*files: Path) -> dict[str, set[int]]:
 
 @pytest.mark.slow
 def test_mypy_marks_wrong_edges() -> None:
-    command = [sys.executable, "-m", "mypy", "--disable-error-code=empty-body", str(FOLDER / "wrong.py"), str(FOLDER / "right.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--disable-error-code=empty-body",
+        str(FOLDER / "wrong.py"),
+        str(FOLDER / "right.py"),
+    ]
     output = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parents[1]).stdout
     found = {(Path(m[1]).name, int(m[2])) for m in re.finditer(r"^(\S+\.py):(\d+): error", output, re.M)}
     ours = {(name, line) for name, line in found if name in ("right.py", "wrong.py")}

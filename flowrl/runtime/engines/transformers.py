@@ -216,8 +216,6 @@ class TransformersEngine:
         )
 
     def generate(self, prompts: Ragged, keys: Sequence[int], sampling: Sampling) -> Generated:
-        if self.network.head is None:
-            raise UnsupportedError(f"{self.model!r} has no language model head to sample from", expected="a policy")
         return generate(self.network, prompts, keys, sampling, self.stop_token_ids(sampling))
 
     @torch.no_grad()

@@ -28,19 +28,19 @@ class GrowingLayer(DynamicLayer):
         end = length + key_states.shape[-2]
         if self.buffers is None or end > self.buffers[0].shape[-2]:
             capacity = end if length == 0 else end + max(GROW_TOKENS, int(GROW_SHARE * end))
-            self.buffers = (
-                self._grown(self.keys, key_states, capacity),
-                self._grown(self.values, value_states, capacity),
-            )
+            pairs = ((self.keys, key_states), (self.values, value_states))
+            keys, values = (self._grown(old, new, capacity) for old, new in pairs)
+            self.buffers = (keys, values)
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[..., length:end, :] = new
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
-        return self.keys, self.values
+        keys, values = (buffer[..., :end, :] for buffer in self.buffers)
+        self.keys, self.values = keys, values
+        return keys, values
 
     @staticmethod
-    def _grown(old: Tensor, new: Tensor, capacity: int) -> Tensor:
+    def _grown(old: Tensor | None, new: Tensor, capacity: int) -> Tensor:
         buffer = torch.empty((*new.shape[:-2], capacity, new.shape[-1]), dtype=new.dtype, device=new.device)
-        if old.numel():
+        if old is not None and old.numel():
             buffer[..., : old.shape[-2], :] = old
         return buffer
 

@@ -67,7 +67,8 @@ class Network:
         self.name = name
         # No dropout, in training neither: two passes over the same rows must agree, or ratios are noise.
         module.eval()
-        self.trunk: Any = getattr(module, "base_model", module)
+        inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # inside of adapters
+        self.trunk: Any = getattr(inner, "base_model", inner)
         self.head: Any = module.get_output_embeddings() if self.trunk is not module else None
         self.configs = configs_of(module)
         self.parameters_of_trunk = set(inspect.signature(self.trunk.forward).parameters)
@@ -211,6 +212,8 @@ class Network:
         row = _probe_sequences(self.vocab_size).tokens.row(0)
         logits = self.module(input_ids=row[None].to(self.device)).logits[0].float()
         hidden = self._plain_hidden(row)
+        if hidden.shape[-1] != self.head.in_features:
+            return None
         config = self.module.config.get_text_config()
         scales = [1.0]
         if divisor := getattr(config, "logits_scaling", None):

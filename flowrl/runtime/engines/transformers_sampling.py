@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.batches import FinishReason
-from flowrl.errors import DataError
+from flowrl.errors import DataError, UnsupportedError
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines.base import Generated
 from flowrl.runtime.engines.transformers_cache import new_cache
@@ -41,7 +41,14 @@ def generate(
 
     Raises:
         DataError: an empty prompt, or one that leaves no room for a token.
+        UnsupportedError: a model without a key-value cache.
     """
+    if network.head is None or "past_key_values" not in network.parameters_of_module:
+        raise UnsupportedError(
+            f"{network.name} cannot be sampled from by the transformers engine",
+            expected="a causal language model with a key-value cache",
+            received=type(network.module).__name__,
+        )
     _check_prompts(prompts, network.max_length)
     rows = prompts.num_rows
     responses: list[Tensor] = []

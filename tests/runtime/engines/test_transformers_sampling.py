@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from flowrl.batches import FinishReason, Rollouts, Spans
-from flowrl.errors import DataError
+from flowrl.context import Bindings
+from flowrl.errors import DataError, UnsupportedError
+from flowrl.models import ValueModel
 from flowrl.nodes.rollout import Sampling
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines import transformers_sampling
 from flowrl.runtime.engines.base import Generated
 from flowrl.runtime.engines.transformers_sampling import draw, truncate
+from flowrl.runtime.worker import open_engine
 from tests.runtime.engines.engines import engine_of
 from tests.runtime.engines.test_transformers_packing import build
 from tests.tiny import EOS_ID, tiny_model
@@ -37,7 +40,7 @@ def as_rollouts(prompts: Ragged, generated: Generated) -> Rollouts:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-@pytest.mark.parametrize("architecture", ["tiny", "GPT2", "Qwen2", "Mistral", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("architecture", ["tiny", "GPT2", "Qwen2", "Mistral", "Gemma2", "GptOss", "Bloom"])
 def test_law_10_sampler_and_trainer_agree(architecture: str, temperature: float) -> None:
     """Cached, left-padded, prompt by prompt, against packed: the same numbers, in float32."""
     module = tiny_model() if architecture == "tiny" else build(architecture)
@@ -72,6 +75,14 @@ def test_a_longer_limit_continues_the_same_response() -> None:
     long = engine.generate(PROMPTS, KEYS, Sampling(max_new_tokens=12, stop_token_ids=(9999,)))
     for a, b in zip(short.tokens.rows(), long.tokens.rows(), strict=True):
         assert a.tolist() == b[:4].tolist()
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"live cannot be sampled from.*MambaForCausalLM"):
+        engine_of(build("Mamba")).generate(PROMPTS, KEYS, Sampling())
+    critic: Any = open_engine(ValueModel(tiny_model(), name="critic", device="cpu"), Bindings(open_engine))
+    with pytest.raises(UnsupportedError, match="critic cannot be sampled from"):
+        critic.generate(PROMPTS, KEYS, Sampling())
 
 
 def test_stop_tokens_belong_to_the_response() -> None:

@@ -226,7 +226,7 @@ def test_logprobs_are_trained_at_the_temperature_of_the_rollouts() -> None:
         assert torch.equal(seen[-1], expected)
 
 
-# -- not finite ---------------------------------------------------------------------------------------------------------
+# -- not finite -------------------------------------------------------------------------------------------------------
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
@@ -288,7 +288,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_names_its_rows() -> No
     assert unchanged(engine, before, moments, 1)
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------------
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_a_loss_whose_counts_do_not_add_up_is_named() -> None:
