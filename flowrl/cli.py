@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import signal
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from flowrl.errors import FlowError, nearest
+
+#: A mistake on the command line: click's class, or that of the copy of click which newer versions of typer bring along.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,23 +45,31 @@ def run_command(arguments: Sequence[str]) -> int:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         print(f"error: {error}{notes}", file=sys.stderr)
         return ERROR
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        return USAGE
-    except click.UsageError as error:
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+            return USAGE
         where = f" (`{error.ctx.command_path} --help` lists what there is)" if error.ctx is not None else ""
         print(f"error: {_usage_message(error)}{where}", file=sys.stderr)
         return USAGE
-    except (KeyboardInterrupt, click.Abort) as error:
-        print("Ended at once, without a checkpoint.", file=sys.stderr)
-        return SIGNAL_BASE + getattr(error, "signal_number", 2)
 
 
-def _usage_message(error: click.UsageError) -> str:
-    if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+def _usage_message(error: Any) -> str:
+    wrong = getattr(error, "option_name", None)
+    if type(error).__name__ == "NoSuchOption" and error.ctx is not None:
         flags = [o for p in error.ctx.command.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")]
-        return f"No such option: {error.option_name}; {nearest(error.option_name, flags)}"
+        return f"No such option: {wrong}; {nearest(str(wrong), flags)}"
     return error.format_message()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C before a run is under way, and a second signal within one, end the command with the status of the signal."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print("Ended at once. What the last checkpoint holds is whole.", file=sys.stderr)
+        raise typer.Exit(SIGNAL_BASE + getattr(error, "signal_number", signal.SIGINT)) from None
 
 
 _RECIPE_ARGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -134,7 +146,8 @@ def replay(
 ) -> None:
     from flowrl.runtime.replay import replay_step
 
-    result = replay_step(run_folder, step)
+    with _interruptible():
+        result = replay_step(run_folder, step)
     print(result.table())
     if not result.equal:
         raise typer.Exit(ERROR)
@@ -203,7 +216,8 @@ def _with_recipe_flags(ctx: typer.Context, file: Path, start: Callable[..., None
     if str(file) == "--help":
         print(ctx.get_help())
         return
-    recipe = _load(file)
+    with _interruptible():
+        recipe = _load(file)
     theirs = _parameters(file)
     own = dict(list(inspect.signature(start, eval_str=True).parameters.items())[1:])
     for name in theirs.keys() & own.keys() - set(_SHARED):
@@ -217,7 +231,8 @@ def _with_recipe_flags(ctx: typer.Context, file: Path, start: Callable[..., None
     flags = _as_flags(recipe, theirs)
 
     def command(**values: Any) -> None:
-        start({k: values[k] for k in theirs}, **{k: values[k] for k in own})
+        with _interruptible():
+            start({k: values[k] for k in theirs}, **{k: values[k] for k in own})
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [*flags, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values())]

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """What is used of a HuggingFace tokenizer."""
-
-    eos_token_id: Any
-    chat_template: Any
+    """What type checkers see of a HuggingFace tokenizer. Its ``eos_token_id`` and ``chat_template``, which are used
+    too, they do not."""
 
     def __call__(self, text: str, /, **options: Any) -> Any: ...
 
@@ -37,7 +35,7 @@ def check_tokenizer(tokenizer: object) -> None:
         )
 
 
-def tokenizer_of(given: Tokenizer | AnyModel) -> Tokenizer:
+def tokenizer_of(given: Tokenizer | AnyModel) -> Any:
     """A live tokenizer as it is; that of a Model is loaded once a process.
 
     Raises:
@@ -46,7 +44,7 @@ def tokenizer_of(given: Tokenizer | AnyModel) -> Tokenizer:
     """
     if isinstance(given, DerivedModel):
         given = given.base
-    tokenizer = load_tokenizer(given) if isinstance(given, Model) else given
+    tokenizer: Any = load_tokenizer(given) if isinstance(given, Model) else given
     if tokenizer.eos_token_id is None:
         raise DataError(
             "The tokenizer has no eos token",
@@ -64,7 +62,7 @@ def load_tokenizer(model: Model) -> Tokenizer:
     return cast("Tokenizer", transformers_loading.load_tokenizer(model))
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
     """The ids of a text as it is, or of chat messages with the generation prompt."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
@@ -78,6 +76,6 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Any) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def encode_completion(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_completion(tokenizer: Any, text: str) -> list[int]:
     """The ids of a completion without special tokens at its start, and eos."""
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

@@ -12,6 +12,8 @@ from flowrl.errors import FlowError, RunFolderError
 
 #: How libraries that write files from C++ or Rust say that they could not.
 _SIGNS = ("No space left on device", "os error 28", "PytorchStreamWriter failed writing", "file write failed")
+#: With less than this left, an error of another kind while writing is the disk's, too: torch has several of its own.
+_NOTHING_LEFT = 1 << 20
 
 
 @contextlib.contextmanager
@@ -26,25 +28,29 @@ def disk_errors(path: Path) -> Iterator[None]:
     except FlowError:
         raise
     except Exception as error:
-        cause = _disk_error(error)
+        cause = _disk_error(error, path)
         if cause is None:
             raise
         raise _cannot_write(path, cause) from error
 
 
-def _disk_error(error: BaseException) -> OSError | None:
-    """The OSError that an error is, or that it says it is: libraries wrap it (safetensors, zip writers)."""
+def _disk_error(error: BaseException, path: Path) -> OSError | None:
+    """The OSError that an error is, or stands for: libraries wrap it (safetensors, zip writers)."""
     if isinstance(error, OSError):
         return error
-    if any(sign in str(error) for sign in _SIGNS):
+    says_so = any(sign in str(error) for sign in _SIGNS)
+    if says_so or (isinstance(error, RuntimeError) and shutil.disk_usage(_existing(path)).free < _NOTHING_LEFT):
         return OSError(errno.ENOSPC, "No space left on device")
     return None
 
 
+def _existing(path: Path) -> Path:
+    return next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+
+
 def _cannot_write(path: Path, error: OSError) -> RunFolderError:
-    parent = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    free = f"{shutil.disk_usage(parent).free / 2**20:.1f} MiB free"
+    free = f"{shutil.disk_usage(_existing(path)).free / 2**20:.1f} MiB free"
     return RunFolderError(
         f"Cannot write {path}: {'the disk is full' if full else error.strerror or error}",
         expected="room to write" if full else "a folder that can be written",

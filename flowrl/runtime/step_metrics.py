@@ -7,19 +7,21 @@ from typing import Any
 from flowrl.batches import FinishReason, OldLogprobs, RefLogprobs, Rewards, Rollouts, TrainStats
 from flowrl.compiler.plan import Program, ProgramCall
 from flowrl.functional.metrics import sampled_entropy
+from flowrl.models import BaseModel
 from flowrl.runtime.interpreter import Iteration, read
 
 
 def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
     """Metrics by name, all plain numbers.
 
-    The first rollout and the first writer give the plain names; further ones put their label, or the name of what they write,
+    The first rollout and the first updater give the plain names; further ones put their label, or the name of what they write,
     before them. ``reward/mean`` is over valid rows; ``entropy`` is that of the trained distribution where a loss computes it,
     else the sampler's, estimated from its samples; ``kl`` is the mean of log π − log π_ref over policy tokens;
     ``logprob_difference/…`` compares the sampler's log-probs with the trainer's (law 10).
     """
     out: dict[str, float] = {}
-    writers = [c for c in program.calls if isinstance(done.values.get(c.label), TrainStats)]  # not those of a State
+    trained = [c for c in program.calls if isinstance(done.values.get(c.label), TrainStats)]
+    trained.sort(key=lambda c: not any(isinstance(t, BaseModel) for t in c.node.writes()))  # those of a Model first
     samplers = [c.label for c in program.calls if c.node.kind == "rollout"]
     for call in program.calls:
         value = done.values.get(call.label)
@@ -30,7 +32,7 @@ def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
             _rewards(out, value, "" if sampler is None or sampler == samplers[0] else f"{sampler}/")
         elif isinstance(value, TrainStats):
             written = call.node.writes()
-            prefix = "" if call in writers[:1] else f"{written[0].name if written else call.label}/"
+            prefix = "" if call is trained[0] else f"{written[0].name if written else call.label}/"
             out.update({prefix + name: float(v) for name, v in value.metrics.items()})
             out[prefix + "policy_version"] = float(value.policy_version)
             out["skipped_steps"] = out.get("skipped_steps", 0.0) + value.num_skipped_steps

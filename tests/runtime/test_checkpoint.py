@@ -242,7 +242,7 @@ def test_a_disk_that_fills_up_is_one_error_and_the_run_goes_on_later(
     assert (folder / "export" / "tiny" / "config.json").exists()
 
 
-@pytest.mark.parametrize("room", [0, 60_000, 500_000], ids=["no room", "room for a file", "room for half a checkpoint"])
+@pytest.mark.parametrize("room", [0, 60_000, 150_000], ids=["no room", "room for a file", "room for half a checkpoint"])
 def test_a_real_disk_that_is_full(room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a small file system of its own, where this process may mount one: what libraries really raise."""
     place = tmp_path / "small"
@@ -271,4 +271,4 @@ def test_a_real_disk_that_is_full(room: int, tmp_path: Path, monkeypatch: pytest
         ballast.unlink()
         assert quick_run(tiny_grpo(), 3, place / "run", resume=True, keep_last=1).steps == 3
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(place)], check=True)

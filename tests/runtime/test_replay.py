@@ -135,5 +135,4 @@ def test_a_replay_leaves_the_classes_of_this_process_as_they_are(tmp_path: Path)
     assert replay_step(tmp_path / "run", 1).equal
     field = next(f for f in dataclasses.fields(needs.node_class) if f.name == "setting")  # type: ignore[attr-defined]
     assert field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    print(rows(tmp_path/"run"))
-    assert rows(tmp_path / "run")[0]["needs#0/setting"] == 3
+    assert rows(tmp_path / "run")[0]["setting"] == 3

@@ -110,7 +110,7 @@ def test_rows_do_not_see_each_other() -> None:
     engine = engine_of(module)
     alone = engine.logprobs(ROLLOUTS.select([0, 1])).logprobs
     with torch.no_grad():
-        module.get_input_embeddings().weight[299] = torch.nan  # the head is tied, so look at hidden states
+        module.model.embed_tokens.weight[299] = torch.nan  # the head is tied, so look at hidden states
     poisoned = ROLLOUTS.select([0, 1, 5])
     poisoned.tokens.values[-1] = 299
     with torch.no_grad(), engine.network.compute():
