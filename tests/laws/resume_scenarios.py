@@ -1,4 +1,5 @@
-"""Runs, kills and resumes a run many times: `python -m tests.laws.resume_scenarios FOLDER`.
+"""Runs, kills and resumes a run many times: `python -m tests.laws.resume_scenarios FOLDER`; with `smollm2` as a second
+argument, one kill of a real model's run.
 
 Heavy imports are paid once: each run is a fork of this process, which itself never computes anything, so that no thread of
 torch exists when it forks. Every kill leaves a witness: the functions that were running. Prints one JSON object: by
@@ -207,6 +208,40 @@ def train(out: Path, *, resume: bool, export: bool = False) -> None:
     )
 
 
+def train_smollm2(out: Path, *, resume: bool) -> None:
+    """Three steps of GRPO with a reference on SmolLM2 in float32, on two threads: tiny models hide what threads do."""
+    import torch
+
+    import flowrl
+    from flowrl.data import PromptDataset
+    from tests.flows import FAST
+    from tests.smollm2 import smollm2_actor
+
+    torch.set_num_threads(2)
+    flow = flowrl.RLFlow(
+        rollout=flowrl.Rollout(smollm2_actor(), group_size=2, sampling=flowrl.Sampling(max_new_tokens=6)),
+        reward=flowrl.FunctionReward(lambda response: len(set(response)), isolate=False),
+        advantage_estimator=flowrl.GroupAdvantage(),
+        policy_updater=flowrl.GRPOUpdater(epochs=2, optimizer=flowrl.AdamW(FAST.learning_rate / 1000), kl_coef=0.01),
+        batch_size=2,
+    )
+    data = PromptDataset.from_rows([{"prompt": f"What is {i} + {i}?"} for i in range(3)])
+    flowrl.run(flow, data, 3, out=out, resume=resume, checkpoint_every=1 if not resume and out.name == "killed" else None,
+               keep_last=1, progress=False, report=False)  # fmt: skip
+
+
+def main_smollm2(folder: Path) -> None:
+    warm_up()
+    out = folder / "killed"
+    kill = Kill("half of optimizer", 2, 2, True, _TRAINING, 1)
+    log = folder / "log"
+    print(json.dumps({
+        "reference": wait(fork(lambda: train_smollm2(folder / "reference", resume=False), log)),
+        "killed": wait(fork(lambda: (Killer(kill, out).arm(), train_smollm2(out, resume=False))[-1], log)),
+        "resumed": wait(fork(lambda: train_smollm2(out, resume=True), log)),
+    }))  # fmt: skip
+
+
 def fork(body: Callable[[], None], log: Path) -> int:
     """Run the body in a fork; its process id."""
     pid = os.fork()
@@ -242,7 +277,8 @@ def killed_then_resumed(folder: Path, name: str) -> None:
     out.with_suffix(".json").write_text(json.dumps({"killed": killed, "resumed": resumed}))
 
 
-def main(folder: Path) -> None:
+def warm_up() -> None:
+    """Import what every run needs."""
     import pyarrow.parquet  # noqa: F401
     import safetensors.torch  # noqa: F401
     import torch  # noqa: F401
@@ -258,6 +294,9 @@ def main(folder: Path) -> None:
     import flowrl.runtime.manifest
     import flowrl.runtime.saved_run  # noqa: F401
 
+
+def main(folder: Path) -> None:
+    warm_up()
     folder.mkdir(parents=True, exist_ok=True)
     waiting: list[str | None] = [None, *SCENARIOS]  # None is the undisturbed run
     pids: dict[int, str | None] = {}
@@ -281,4 +320,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (main_smollm2 if sys.argv[2:] == ["smollm2"] else main)(Path(sys.argv[1]))

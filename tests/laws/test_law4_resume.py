@@ -24,11 +24,15 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="session")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("resume")
-    command = [sys.executable, "-m", "tests.laws.resume_scenarios", str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return folder, run_scenarios(folder, threads=1)
+
+
+def run_scenarios(folder: Path, *arguments: str, threads: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.laws.resume_scenarios", str(folder), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder, json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def comparable(folder: Path) -> list[dict[str, Any]]:
@@ -73,3 +77,17 @@ def test_killed_and_resumed_equals_undisturbed(name: str, scenarios: tuple[Path,
     weights = contents(out, "checkpoints/step-000005/models/*/weights.safetensors")
     assert len(weights) == 4  # actor, critic, Ema, Snapshot
     assert [p.name for p in out.rglob(".*") if p.name != ".lock"] == []
+
+
+@pytest.mark.smollm2
+def test_a_real_model_on_two_threads(tmp_path: Path) -> None:
+    """SmolLM2 in float32: killed in the middle of an optimiser step, resumed, equal bit for bit."""
+    ended = run_scenarios(tmp_path, "smollm2", threads=2)
+    assert ended == {"reference": 0, "killed": -signal.SIGKILL, "resumed": 0}, (tmp_path / "log").read_text()
+    witness = json.loads((tmp_path / "killed.witness").read_text())
+    assert witness["step"] == 2 and "train_step" in witness["running"] and witness["checkpoint"] == 1
+    rows = comparable(tmp_path / "reference")
+    assert len(rows) == 3 and rows[2]["kl"] != 0
+    assert comparable(tmp_path / "killed") == rows
+    exported = "export/**/*.safetensors"
+    assert contents(tmp_path / "killed", exported) == contents(tmp_path / "reference", exported) != {}
