@@ -240,9 +240,7 @@ def _with_recipe_flags(ctx: typer.Context, file: Path, start: Callable[..., None
     command.__annotations__ = {p.name: p.annotation for p in flags} | {k: p.annotation for k, p in own.items()}
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     inner.command(help=_description(recipe))(command)
-    raise typer.Exit(
-        inner(args=ctx.args, prog_name=f"flowrl {ctx.info_name} {file}", standalone_mode=False) or 0
-    )
+    raise typer.Exit(inner(args=ctx.args, prog_name=f"flowrl {ctx.info_name} {file}", standalone_mode=False) or 0)
 
 
 def _description(recipe: Callable[..., Any]) -> str:

@@ -221,7 +221,9 @@ def _check_lengths(label: str, dataset: str, start: int, rows: Any, engine: Any)
         if length == 0 or (limit is not None and length >= limit):
             raise DataError(
                 f"{dataset}, row {start + row + 1}: the prompt does not fit {label}",
-                expected=f"1 to {limit - 1} tokens, so that one can follow" if limit is not None else "at least 1 token",
+                expected=f"1 to {limit - 1} tokens, so that one can follow"
+                if limit is not None
+                else "at least 1 token",
                 received=f"{length} tokens: {str(rows.messages[row])[:80]!r}",
                 do="shorten or drop that row, or take a model with a longer context",
             )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.compile import DEFAULT_MICRO_BATCH_TOKENS, compile
-from flowrl.compiler.plan import Program
 from flowrl.errors import CheckpointError, FlowError
 from flowrl.flow import RLFlow
 from flowrl.models import Model
@@ -223,9 +222,7 @@ def run(
             notes = _prepare(local, resume)
         with _status_on_error(folder):
             outcome = local.run(resume=resume, started=started, notes=notes)
-            result = RunResult(
-                outcome.status, outcome.steps, folder.path, outcome.evaluations, outcome.signal_number
-            )
+            result = RunResult(outcome.status, outcome.steps, folder.path, outcome.evaluations, outcome.signal_number)
             _finish(local, outcome, result, export=export, report=report)
     return result
 
@@ -279,7 +276,9 @@ def _prepare(local: LocalRuntime, resume: bool) -> list[str]:
     folder.require_space(needed)
     made = {"layout": layout(program), "settings": settings_of(program)}
     notes = [
-        f"Changed since the run began: {text}." for key, now in made.items() for text in changes(known.get(key, now), now)
+        f"Changed since the run began: {text}."
+        for key, now in made.items()
+        for text in changes(known.get(key, now), now)
     ]
     began = {key: value for key, value in {"weights": weights, **made}.items() if key not in known}
     folder.write_manifest(

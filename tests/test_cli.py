@@ -127,7 +127,13 @@ def test_every_kind_of_parameter_is_a_flag(recipe: Path, tmp_path: Path, capsys:
 def test_defaults_are_the_recipe_s(recipe: Path, tmp_path: Path) -> None:
     assert command("run", recipe, "--needed", 1, "--no-flag", "--out", tmp_path / "run") == 0
     found = seen(recipe)
-    assert (found["num_steps"], found["seed"], found["maybe"], found["mode"], found["flag"]) == (2, 7, None, "fast", False)
+    assert (found["num_steps"], found["seed"], found["maybe"], found["mode"], found["flag"]) == (
+        2,
+        7,
+        None,
+        "fast",
+        False,
+    )
     assert '"seed": 7' in (tmp_path / "run" / "run.json").read_text(), "one seed: the recipe's is the run's"
     assert len(rows(tmp_path / "run")) == 2
 
@@ -136,7 +142,9 @@ def test_mistakes_on_the_command_line(recipe: Path, capsys: pytest.CaptureFixtur
     def usage(*arguments: object) -> str:
         return refused(capsys, *arguments, status=2)
 
-    assert "No such option: --num-stps; did you mean '--num-steps'?" in usage("run", recipe, "--needed", 1, "--num-stps", 3)
+    assert "No such option: --num-stps; did you mean '--num-steps'?" in usage(
+        "run", recipe, "--needed", 1, "--num-stps", 3
+    )
     assert "No such option: --ned; did you mean '--needed'?" in usage("run", recipe, "--ned", 1)
     assert "Missing option '--needed'" in usage("run", recipe)
     assert "Invalid value for '--rate'" in usage("run", recipe, "--needed", 1, "--rate", "fast")
@@ -176,7 +184,9 @@ def test_a_parameter_that_is_a_flag_of_the_command(tmp_path: Path, capsys: pytes
 # -- errors ----------------------------------------------------------------------------------------------------------------
 
 
-def test_bad_input_is_one_message_and_no_traceback(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_message_and_no_traceback(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def bad(*flags: object) -> str:
         message = refused(capsys, "run", recipe, "--needed", 1, "--out", tmp_path / "run", *flags)
         assert not (tmp_path / "run").exists()
@@ -203,7 +213,10 @@ def test_bad_input_is_one_message_and_no_traceback(recipe: Path, tmp_path: Path,
 
 def test_an_error_in_a_step_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "failing.py"
-    file.write_text(RECIPE.replace("reward()(paused)", "flowrl.FunctionReward(bad, isolate=False)(paused)") + "\ndef bad(response): return 'x'\n")
+    file.write_text(
+        RECIPE.replace("reward()(paused)", "flowrl.FunctionReward(bad, isolate=False)(paused)")
+        + "\ndef bad(response): return 'x'\n"
+    )
     message = refused(capsys, "run", file, "--needed", 1, "--out", tmp_path / "run")
     assert "The reward function 'bad' failed on 4 of 4 rows" in message
     assert "\n  in call 'FunctionReward#0' (FunctionReward), step 1" in message
@@ -229,7 +242,9 @@ def test_check(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a"}\n')
     wants = tmp_path / "wants.py"
-    wants.write_text(RECIPE.replace("reward()(paused)", "flowrl.FunctionReward(f)(paused)") + "\ndef f(response, answer): ...\n")
+    wants.write_text(
+        RECIPE.replace("reward()(paused)", "flowrl.FunctionReward(f)(paused)") + "\ndef f(response, answer): ...\n"
+    )
     assert "reads column 'answer'" in refused(capsys, "check", wants, "--needed", 1, "--data-file", data)
 
 
@@ -258,7 +273,9 @@ def test_recipes_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (folder / "_private.py").write_text("")
     assert command("recipes", folder) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{folder / 'broken.py'}: not a recipe (ModuleNotFoundError: No module named 'no_such_package')")
+    assert lines[0].startswith(
+        f"{folder / 'broken.py'}: not a recipe (ModuleNotFoundError: No module named 'no_such_package')"
+    )
     assert lines[1] == f"{folder / 'good.py'}: Tiny GRPO."
     assert lines[2].startswith(f"{folder / 'listed_helper.py'}: not a recipe")
     assert "There are no recipes in" in refused(capsys, "recipes", tmp_path / "nowhere")
@@ -286,15 +303,36 @@ def test_resume_and_time_limit(recipe: Path, tmp_path: Path, capsys: pytest.Capt
     assert "exists already" in refused(capsys, *start)
 
 
-@pytest.mark.parametrize(("first", "second", "status"), [(signal.SIGTERM, None, 143), (signal.SIGINT, signal.SIGINT, 130)])
-def test_signals(first: signal.Signals, second: signal.Signals | None, status: int, recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "status"), [(signal.SIGTERM, None, 143), (signal.SIGINT, signal.SIGINT, 130)]
+)
+def test_signals(
+    first: signal.Signals, second: signal.Signals | None, status: int, recipe: Path, tmp_path: Path
+) -> None:
     """A real process: the first signal lets the step end, the second does not."""
     marker = tmp_path / "in-a-step"
     seconds = 1.0 if second is None else 60.0
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    arguments = ["run", recipe, "--needed", 1, "--num-steps", 99, "--marker", marker, "--seconds", seconds, "--out", tmp_path / "run"]
+    arguments = [
+        "run",
+        recipe,
+        "--needed",
+        1,
+        "--num-steps",
+        99,
+        "--marker",
+        marker,
+        "--seconds",
+        seconds,
+        "--out",
+        tmp_path / "run",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "flowrl.cli", *map(str, arguments)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "flowrl.cli", *map(str, arguments)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         deadline = time.monotonic() + 120

@@ -32,7 +32,8 @@ def test_snippets_run_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     for line, code in blocks(page):
-        exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)  # errors then point into the page
+        padded = "\n" * (line - 1) + code  # errors then point into the page
+        exec(compile(padded, str(page), "exec", dont_inherit=True), names)
 
 
 def test_blocks_are_found() -> None:

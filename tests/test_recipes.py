@@ -90,7 +90,10 @@ def test_what_a_recipe_defines_travels_to_other_processes(tmp_path: Path) -> Non
     here = [p for p in sys.path if p and not p.startswith(str(tmp_path))]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(here)}
     done = subprocess.run(
-        [sys.executable, "-m", "flowrl.cli", "replay", str(tmp_path / "run"), "1"], env=env, capture_output=True, text=True
+        [sys.executable, "-m", "flowrl.cli", "replay", str(tmp_path / "run"), "1"],
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert "All metrics are equal." in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0
@@ -143,7 +146,9 @@ def test_parameters_that_flags_can_carry(annotation: str) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("")
-    with pytest.raises(FlowError, match=r"There is no recipe .*god\.py. Expected a Python file. Received no such file.*good\.py"):
+    with pytest.raises(
+        FlowError, match=r"There is no recipe .*god\.py. Expected a Python file. Received no such file.*good\.py"
+    ):
         load_recipe(tmp_path / "god.py")
     with pytest.raises(FlowError, match=r"Received a folder"):
         load_recipe(tmp_path)

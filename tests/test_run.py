@@ -97,7 +97,11 @@ def test_evaluations(tmp_path: Path) -> None:
     never = Evaluation(good.flow, prompts(2), name="never", every=0)
     with pytest.raises(FlowError) as error:
         quick_run(
-            tiny_grpo(actor), 1, tmp_path / "run", evaluations=[trains, good, good, bad_name, never], keep_best="eval/heldot/reward"
+            tiny_grpo(actor),
+            1,
+            tmp_path / "run",
+            evaluations=[trains, good, good, bad_name, never],
+            keep_best="eval/heldot/reward",
         )
     message = str(error.value)
     assert "evaluation 'trains' trains (Updater#0); expected a flow without an updater" in message
@@ -144,9 +148,15 @@ def test_sources(tmp_path: Path) -> None:
             quick_run(flow, 1, tmp_path / "run", data)
         assert untouched(tmp_path / "run")
 
-    refused(tiny_grpo(), {"promts": prompts()}, r"data has 'promts', but no source is called so.*did you mean 'prompts'")
-    refused(tiny_grpo(), {}, r"There is no data set for source 'prompts'. Expected data=\{'prompts': …\}. Received no data")
-    refused(tiny_grpo(), [{"prompt": "a"}], r"The data of source 'prompts' are not a data set.*a list without batch_type")
+    refused(
+        tiny_grpo(), {"promts": prompts()}, r"data has 'promts', but no source is called so.*did you mean 'prompts'"
+    )
+    refused(
+        tiny_grpo(), {}, r"There is no data set for source 'prompts'. Expected data=\{'prompts': …\}. Received no data"
+    )
+    refused(
+        tiny_grpo(), [{"prompt": "a"}], r"The data of source 'prompts' are not a data set.*a list without batch_type"
+    )
     from flowrl.data import DemonstrationDataset
     from tests.tiny import tiny_tokenizer
 
@@ -154,14 +164,21 @@ def test_sources(tmp_path: Path) -> None:
     refused(tiny_grpo(), demos, r"'prompts' gives the wrong rows. Expected Prompts. Received Demonstrations")
     actor = tiny_actor()
     two = [Rollout(actor, sampling=SAMPLING)(source(Prompts, name=name, batch_size=1)) for name in ("a", "b")]
-    refused(RLFlow.from_outputs(*two), prompts(), r"This flow has 2 sources, and data is a single data set. Expected data=\{'a'")
+    refused(
+        RLFlow.from_outputs(*two),
+        prompts(),
+        r"This flow has 2 sources, and data is a single data set. Expected data=\{'a'",
+    )
 
 
 def test_columns(tmp_path: Path) -> None:
     def wants(response: str, answr: str) -> float:
         return 0.0
 
-    with pytest.raises(DataError, match=r"reads column 'answr', which the data set of source 'prompts' does not have.*did you mean 'answer'"):
+    with pytest.raises(
+        DataError,
+        match=r"reads column 'answr', which the data set of source 'prompts' does not have.*did you mean 'answer'",
+    ):
         quick_run(flow_with(wants), 1, tmp_path / "run")
     assert untouched(tmp_path / "run")
 
@@ -180,7 +197,10 @@ def test_an_evaluation_is_checked_too(tmp_path: Path) -> None:
 def test_a_prompt_that_the_model_cannot_take(tmp_path: Path) -> None:
     rows = [{"prompt": "short", "answer": "1"}, {"prompt": "long " * 100, "answer": "2"}]
     data = PromptDataset.from_rows(rows, name="train.jsonl")
-    with pytest.raises(DataError, match=r"train\.jsonl, row 2: the prompt does not fit Rollout#0. Expected 1 to 255 tokens.*Received 5\d\d tokens"):
+    with pytest.raises(
+        DataError,
+        match=r"train\.jsonl, row 2: the prompt does not fit Rollout#0. Expected 1 to 255 tokens.*Received 5\d\d tokens",
+    ):
         quick_run(tiny_grpo(), 1, tmp_path / "run", data)
     assert untouched(tmp_path / "run")
 

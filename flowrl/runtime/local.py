@@ -134,9 +134,7 @@ class LocalRuntime:
         evaluations = sorted((r for results in self.results.values() for r in results), key=lambda r: r.step)
         return Outcome(status, state.step, tuple(evaluations), stop.signal_number)
 
-    def _loop(
-        self, metrics: MetricsLog, samples: SampleLog, display: Display, stop: Stop, started: float
-    ) -> Status:
+    def _loop(self, metrics: MetricsLog, samples: SampleLog, display: Display, stop: Stop, started: float) -> Status:
         state, settings = self.state, self.settings
         status: Status = "finished"
         slowest = 0.0
@@ -152,7 +150,9 @@ class LocalRuntime:
             began = time.monotonic()
             self._step(metrics, samples, display)
             last = state.step == settings.num_steps
-            is_best = self._evaluate(metrics, display, [e for e in self.evaluations if last or not state.step % e.every])
+            is_best = self._evaluate(
+                metrics, display, [e for e in self.evaluations if last or not state.step % e.every]
+            )
             every = settings.checkpoint_every
             if is_best or (every is not None and state.step % every == 0):
                 self._checkpoint(metrics)
@@ -201,7 +201,9 @@ class LocalRuntime:
         metrics.log(number, row)
         display.update(number, row)
         if done.carried:
-            display.message(f"Step {number}: too few groups passed the filter; they are carried over, nothing was updated.")
+            display.message(
+                f"Step {number}: too few groups passed the filter; they are carried over, nothing was updated."
+            )
         if bad:
             self._nonfinite(number, done, metrics, display)
 
@@ -242,7 +244,9 @@ class LocalRuntime:
             self.results[plan.name] = [*self.results[plan.name][:1], result]
         if best is not None and best not in found and any(best.startswith(f"eval/{p.name}/") for p in plans):
             raise FlowError(
-                f"keep_best asks for {best!r}, which no evaluation gives", received=sorted(found), do=nearest(best, found)
+                f"keep_best asks for {best!r}, which no evaluation gives",
+                received=sorted(found),
+                do=nearest(best, found),
             )
         value = found.get(best or "", math.nan)
         better = state.step > 0 and not math.isnan(value) and (state.best_value is None or value > state.best_value)

@@ -103,7 +103,10 @@ class RunFolder:
             probe.unlink()
         except OSError as error:
             raise RunFolderError(
-                f"Cannot write in {self.path}", expected="a folder that can be written", received=error, do="choose another --out"
+                f"Cannot write in {self.path}",
+                expected="a folder that can be written",
+                received=error,
+                do="choose another --out",
             ) from None
 
     @contextlib.contextmanager

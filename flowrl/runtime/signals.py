@@ -42,7 +42,9 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[Stop]:
         stop.signal_number = number
         # The signal may have come in the middle of a print, which cannot be entered twice.
         with contextlib.suppress(Exception):
-            say(f"{signal.Signals(number).name}: finishing this step and writing a checkpoint; once more to end at once.")
+            say(
+                f"{signal.Signals(number).name}: finishing this step and writing a checkpoint; once more to end at once."
+            )
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

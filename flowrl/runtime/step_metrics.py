@@ -125,7 +125,7 @@ def _logprobs(out: dict[str, float], program: Program, done: Iteration) -> None:
         same_rows = policy is not None and old_rows is ref_rows
         difference = _at_policy_tokens(ref_rows, policy if same_rows else ref_rows.rollout_logprobs, ref.ref_logprobs)
         if len(difference):
-            out["kl"] = float(difference.mean())
+            out.setdefault("kl", float(difference.mean()))  # a loss with a KL term has reported its own estimate
 
 
 def _at_policy_tokens(rows: Rollouts, a: Any, b: Any) -> Any:

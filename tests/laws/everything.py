@@ -68,7 +68,9 @@ class Adapt(Node):
         before = self.coefficient.value
         gap = float(old_logprobs.old_logprobs.values.mean())
         self.coefficient.set({"scale": before["scale"] * (1.01 if gap < -3 else 0.99), "seen": before["seen"] + [gap]})
-        return TrainStats({"scale": self.coefficient.value["scale"], "sum": sum(self.coefficient.value["seen"])}, 0, 1, 0)
+        return TrainStats(
+            {"scale": self.coefficient.value["scale"], "sum": sum(self.coefficient.value["seen"])}, 0, 1, 0
+        )
 
 
 @flowrl.node

@@ -160,7 +160,9 @@ def points(killer: Killer) -> dict[str, Callable[[], None]]:
 
     return {
         "forward": lambda: killer.wrap(LlamaModel, "forward", lambda *a, **k: running("iterate", "generate")),
-        "evaluation forward": lambda: killer.wrap(LlamaModel, "forward", lambda *a, **k: running("_evaluate", "generate")),
+        "evaluation forward": lambda: killer.wrap(
+            LlamaModel, "forward", lambda *a, **k: running("_evaluate", "generate")
+        ),
         "backward": lambda: killer.wrap(torch.Tensor, "backward"),
         "optimizer": lambda: killer.wrap(torch.optim.AdamW, "step"),
         "half of optimizer": lambda: killer.wrap(torch.optim.AdamW, "step", half=half_optimizer),
@@ -169,11 +171,15 @@ def points(killer: Killer) -> dict[str, Callable[[], None]]:
         "seal": lambda: killer.wrap(checkpoint, "_seal", lambda *a: running("_checkpoint")),
         "rename": lambda: killer.wrap(os, "rename", lambda *a: running("_checkpoint", "write_folder")),
         "evaluation rename": lambda: killer.wrap(os, "rename", lambda *a: running("_evaluate", "write_folder")),
-        "discard": lambda: killer.wrap(checkpoint.shutil, "rmtree", lambda path, *a, **k: str(path).endswith(".discarded")),
+        "discard": lambda: killer.wrap(
+            checkpoint.shutil, "rmtree", lambda path, *a, **k: str(path).endswith(".discarded")
+        ),
         "half of discard": lambda: killer.wrap(
             checkpoint.shutil, "rmtree", lambda path, *a, **k: str(path).endswith(".discarded"), half=half_discard
         ),
-        "metrics": lambda: killer.wrap(os, "replace", lambda a, b: str(b).endswith("metrics.parquet") and running("_checkpoint")),
+        "metrics": lambda: killer.wrap(
+            os, "replace", lambda a, b: str(b).endswith("metrics.parquet") and running("_checkpoint")
+        ),
         "draw": lambda: killer.wrap(LocalRuntime, "draw"),
         "reward": lambda: killer.wrap(tests.flows, "share_of_vowels"),
         "export": lambda: killer.wrap(TransformersEngine, "export", lambda *a: running("_finish")),
@@ -281,7 +287,7 @@ def warm_up() -> None:
     """Import what every run needs."""
     import pyarrow.parquet  # noqa: F401
     import safetensors.torch  # noqa: F401
-    import torch  # noqa: F401
+    import torch
     import torch.utils.tensorboard  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 

@@ -115,7 +115,11 @@ def losses(actor: Any, rollouts: Rollouts) -> dict[str, list[LossTerm]]:
 @pytest.mark.parametrize("name", ["grpo", "mean of rows", "sum", "shared trunk"])
 @pytest.mark.parametrize("shares", [[1, 11], [6, 6], [5, 4, 3]], ids=str)
 def test_data_parallel_row_shares(
-    name: str, shares: list[int], rollouts: tuple[Any, Rollouts], gradients: list[tuple[int, Gradient]], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    shares: list[int],
+    rollouts: tuple[Any, Rollouts],
+    gradients: list[tuple[int, Gradient]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each rank sees its rows, and the counts and constants of all: the sum of their gradients is that of the whole."""
     actor, rows = rollouts
@@ -127,9 +131,7 @@ def test_data_parallel_row_shares(
 
     def gradient(index: torch.Tensor) -> Gradient:
         gradients.clear()
-        share = [
-            TermRows(t.select(index), t.loss.prepare(**t.inputs), t.loss.count(**t.inputs)) for t in terms
-        ]
+        share = [TermRows(t.select(index), t.loss.prepare(**t.inputs), t.loss.count(**t.inputs)) for t in terms]
         engine.train_step(share, FAST, max_grad_norm=None)
         return gradients[0][1]
 

@@ -38,9 +38,7 @@ def run_scenarios(folder: Path, *arguments: str, threads: int) -> dict[str, Any]
 def comparable(folder: Path) -> list[dict[str, Any]]:
     """Every metric of every step, times aside."""
     rows = read_metrics(folder).to_pylist()
-    return [
-        {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"} for row in rows
-    ]
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"} for row in rows]
 
 
 def contents(folder: Path, *patterns: str) -> dict[str, bytes]:

@@ -251,7 +251,9 @@ def test_a_real_disk_that_is_full(room: int, tmp_path: Path, monkeypatch: pytest
     if mounted.returncode:
         pytest.skip("no right to mount a file system")
     try:
-        with pytest.raises(RunFolderError, match=r"too full for this run's checkpoints. Expected \d+ MiB. Received 2 MiB"):
+        with pytest.raises(
+            RunFolderError, match=r"too full for this run's checkpoints. Expected \d+ MiB. Received 2 MiB"
+        ):
             quick_run(tiny_grpo(), 3, place / "run", keep_last=9)
         assert list(place.iterdir()) == []
         ballast, save = place / "ballast", LocalRuntime.save

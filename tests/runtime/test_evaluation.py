@@ -83,7 +83,9 @@ def test_metrics_by_hand() -> None:
     good = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     style = torch.tensor([0.5] * 8)
     valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0], dtype=torch.uint8)
-    rewards = Rewards(rollouts.prompt_id, rollouts.sample_id, {"good": good, "style": style}, valid, ("",) * 7 + ("late",))
+    rewards = Rewards(
+        rollouts.prompt_id, rollouts.sample_id, {"good": good, "style": style}, valid, ("",) * 7 + ("late",)
+    )
     found = evaluation_metrics(rollouts, rewards, success_threshold=1.5)
     assert found["reward"] == pytest.approx((3 + 7 * 0.5) / 7)
     assert found["good"] == pytest.approx(3 / 7)
@@ -99,7 +101,9 @@ def test_metrics_by_hand() -> None:
 def test_no_valid_row_gives_nan_and_solves_nothing() -> None:
     rollouts = recorded_rollouts(num_prompts=1, group_size=2)
     nothing = torch.full((2,), float("nan"))
-    rewards = Rewards(rollouts.prompt_id, rollouts.sample_id, {"a": nothing}, torch.zeros(2, dtype=torch.uint8), ("x", "y"))
+    rewards = Rewards(
+        rollouts.prompt_id, rollouts.sample_id, {"a": nothing}, torch.zeros(2, dtype=torch.uint8), ("x", "y")
+    )
     found = evaluation_metrics(rollouts, rewards, success_threshold=0.0)
     assert found["reward"] != found["reward"]
     assert (found["pass@1"], found["invalid"]) == (0.0, 1.0)
@@ -147,14 +151,18 @@ def test_the_best_checkpoint_is_kept_through_pruning_and_a_resume(tmp_path: Path
 def test_a_better_one_takes_its_place(tmp_path: Path) -> None:
     actor = tiny_actor()
     evaluation = greedy(actor, scripted([0.0, 1.0, 2.0, 1.0, 1.0], []))
-    quick_run(tiny_grpo(actor), 4, tmp_path / "run", evaluations=[evaluation], keep_best="eval/heldout/reward", keep_last=1)
+    quick_run(
+        tiny_grpo(actor), 4, tmp_path / "run", evaluations=[evaluation], keep_best="eval/heldout/reward", keep_last=1
+    )
     assert checkpoints(tmp_path / "run") == [2, 4], "also without checkpoint_every"
 
 
 def test_a_metric_that_there_is_not_is_named_before_training(tmp_path: Path) -> None:
     actor = tiny_actor()
     evaluations = [greedy(actor, scripted([0.0], []))]
-    with pytest.raises(FlowError, match=r"keep_best asks for 'eval/heldout/pass@8'.*did you mean 'eval/heldout/pass@1'"):
+    with pytest.raises(
+        FlowError, match=r"keep_best asks for 'eval/heldout/pass@8'.*did you mean 'eval/heldout/pass@1'"
+    ):
         quick_run(tiny_grpo(actor), 2, tmp_path / "run", evaluations=evaluations, keep_best="eval/heldout/pass@8")
     assert checkpoints(tmp_path / "run") == []
 
@@ -162,7 +170,9 @@ def test_a_metric_that_there_is_not_is_named_before_training(tmp_path: Path) -> 
 def test_the_first_evaluation_is_there_after_a_resume(tmp_path: Path) -> None:
     def run(steps: int, **options: Any) -> flowrl.RunResult:
         actor = tiny_actor()
-        return quick_run(tiny_grpo(actor), steps, tmp_path / "run", evaluations=[held_out(actor, prompts(2))], **options)
+        return quick_run(
+            tiny_grpo(actor), steps, tmp_path / "run", evaluations=[held_out(actor, prompts(2))], **options
+        )
 
     before = run(2).evaluation(which="first")
     result = run(4, resume=True)
@@ -200,5 +210,7 @@ def test_a_filter_is_no_part_of_an_evaluation(tmp_path: Path) -> None:
 
 def test_another_model_of_the_same_name_is_refused(tmp_path: Path) -> None:
     evaluation = held_out(tiny_actor(), prompts(2))
-    with pytest.raises(FlowError, match="Two distinct Models are called 'tiny', in the training flow and in an evaluation"):
+    with pytest.raises(
+        FlowError, match="Two distinct Models are called 'tiny', in the training flow and in an evaluation"
+    ):
         quick_run(tiny_grpo(tiny_actor()), 1, tmp_path / "run", evaluations=[evaluation])

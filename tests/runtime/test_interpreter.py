@@ -196,7 +196,10 @@ def test_exhausted_carries_over(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     trained = run("reference", 4, progress=True)
     assert [r.prompt_id.tolist() for r in trained] == [[1, 1, 3, 3], [5, 5, 7, 7]]
-    assert "Step 1: too few groups passed the filter; they are carried over, nothing was updated." in capsys.readouterr().out
+    assert (
+        "Step 1: too few groups passed the filter; they are carried over, nothing was updated."
+        in capsys.readouterr().out
+    )
     one, two, three, four = training(tmp_path / "reference")
     for row in (one, two, three, four):
         conserved(row)

@@ -206,7 +206,9 @@ def test_everything_is_in_a_checkpoint(tmp_path: Path) -> None:
     """Two writers, frozen reference, Ema, Snapshot, State, evaluation, best checkpoint: resumed after every step."""
     actor = tiny_actor()
     options: dict[str, Any] = dict(seed=3, keep_best="eval/heldout/reward", checkpoint_every=1)
-    quick_run(everything(actor), 4, tmp_path / "reference", prompts(4), evaluations=[held_out(actor, prompts(3))], **options)
+    quick_run(
+        everything(actor), 4, tmp_path / "reference", prompts(4), evaluations=[held_out(actor, prompts(3))], **options
+    )
     for steps in (1, 2, 3, 4):
         actor = tiny_actor()
         quick_run(
@@ -315,7 +317,9 @@ def poisoned_flow(when: Callable[[int], bool]) -> RLFlow:
 def test_a_non_finite_step_is_skipped_named_dumped_and_replayable(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = quick_run(poisoned_flow(lambda s: s == 2), 3, tmp_path / "run", progress=True, checkpoint_every=1, keep_last=9)
+    result = quick_run(
+        poisoned_flow(lambda s: s == 2), 3, tmp_path / "run", progress=True, checkpoint_every=1, keep_last=9
+    )
     assert result.status == "finished"
     one, two, three = training(result)
     assert [r["skipped_steps"] for r in (one, two, three)] == [0, 1, 0]
@@ -325,7 +329,11 @@ def test_a_non_finite_step_is_skipped_named_dumped_and_replayable(
     assert "Step 2: a loss or gradient was not finite; the optimiser step was skipped." in out
     assert "Rows (prompt_id, sample_id): (3, 0), (3, 1)." in out
     edges = tmp_path / "run" / "dumps" / "step-000002" / "edges"
-    assert {p.name for p in edges.glob("*.arrow")} >= {"Rollout#0.arrow", "FunctionReward#0.arrow", "GroupAdvantage#0.arrow"}
+    assert {p.name for p in edges.glob("*.arrow")} >= {
+        "Rollout#0.arrow",
+        "FunctionReward#0.arrow",
+        "GroupAdvantage#0.arrow",
+    }
 
     from flowrl.runtime.replay import replay_step
 

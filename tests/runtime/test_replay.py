@@ -49,7 +49,11 @@ def test_in_another_process(live: Path, tmp_path: Path) -> None:
     """Nodes and rewards travel by value where they cannot be imported; tests.flows can."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-m", "flowrl.cli", "replay", str(live), "5"], env=env, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "flowrl.cli", "replay", str(live), "5"],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All metrics are equal." in done.stdout
@@ -112,8 +116,12 @@ def test_a_run_that_cannot_be_pickled_runs_and_says_so(tmp_path: Path, capsys: p
     data: Any = prompts()
     data.lock = threading.Lock()
     quick_run(tiny_grpo(), 1, tmp_path / "run", data, progress=True)
-    assert "This run cannot be replayed, because it cannot be pickled: TypeError: cannot pickle" in capsys.readouterr().out
-    with pytest.raises(RunFolderError, match=r"cannot be replayed. Expected program.pkl. Received TypeError: cannot pickle"):
+    assert (
+        "This run cannot be replayed, because it cannot be pickled: TypeError: cannot pickle" in capsys.readouterr().out
+    )
+    with pytest.raises(
+        RunFolderError, match=r"cannot be replayed. Expected program.pkl. Received TypeError: cannot pickle"
+    ):
         replay_step(tmp_path / "run", 1)
 
 

@@ -26,7 +26,9 @@ def test_a_new_run_wants_a_new_or_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / LOCK).write_text("1")  # of a run that was killed before it began
     RunFolder(tmp_path / "a" / "b").create(resume=False)
     (tmp_path / "a" / "b" / "notes.txt").write_text("mine")
-    with pytest.raises(RunFolderError, match=r"exists already. Expected a new or an empty folder. Received something else"):
+    with pytest.raises(
+        RunFolderError, match=r"exists already. Expected a new or an empty folder. Received something else"
+    ):
         RunFolder(tmp_path / "a" / "b").create(resume=False)
     (tmp_path / "a" / "b" / "run.json").write_text("{}")
     with pytest.raises(RunFolderError, match=r"Received a run. Do: choose another --out, or go on with --resume"):
@@ -39,7 +41,9 @@ def test_a_new_run_wants_a_new_or_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_a_resume_wants_a_run(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"There is no run to resume in .*Received no such folder.*leave --resume out"):
+    with pytest.raises(
+        RunFolderError, match=r"There is no run to resume in .*Received no such folder.*leave --resume out"
+    ):
         RunFolder(tmp_path / "nothing").create(resume=True)
     (tmp_path / "photo.jpg").write_text("")
     with pytest.raises(RunFolderError, match=r"Expected a run folder with run.json. Received \['photo.jpg'\]"):
@@ -56,7 +60,9 @@ with RunFolder(Path({str(tmp_path)!r})).held():
     sys.stdin.read()
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
     assert other.stdin is not None and other.stdout is not None
     try:
         assert other.stdout.readline() == "held\n"
@@ -72,7 +78,9 @@ with RunFolder(Path({str(tmp_path)!r})).held():
 
 def test_space_is_asked_for(tmp_path: Path) -> None:
     RunFolder(tmp_path).require_space(1)
-    with pytest.raises(RunFolderError, match=r"too full for this run's checkpoints. Expected \d+ MiB. Received \d+ MiB free"):
+    with pytest.raises(
+        RunFolderError, match=r"too full for this run's checkpoints. Expected \d+ MiB. Received \d+ MiB free"
+    ):
         RunFolder(tmp_path).require_space(1 << 60)
 
 
@@ -107,7 +115,10 @@ def test_settings_as_text_hold_no_addresses() -> None:
     class Thing:
         pass
 
-    assert describe(Thing()) == "<tests.runtime.test_run_folder.test_settings_as_text_hold_no_addresses.<locals>.Thing object>"
+    assert (
+        describe(Thing())
+        == "<tests.runtime.test_run_folder.test_settings_as_text_hold_no_addresses.<locals>.Thing object>"
+    )
     assert describe(describe) == "describe"
     assert describe([1, {"a": tiny_actor()}, State("s", 0)]) == "[1, {'a': tiny}, s]"
     assert describe(GRPOUpdater(optimizer=AdamW())).startswith("GRPOUpdater(label=None, model=None, epochs=1")

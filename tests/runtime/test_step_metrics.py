@@ -47,7 +47,9 @@ def rewards_of(rollouts: Rollouts, valid: list[int], **components: list[float]) 
 def ppo_values(program: Program, **changes: Any) -> dict[str, Any]:
     """What the calls of the PPO flow might have made, by hand."""
     rollouts = recorded_rollouts(num_prompts=1, group_size=2, response_lengths=(3, 1), prompt_lengths=(4,))
-    object.__setattr__(rollouts, "finish_reason", torch.tensor([FinishReason.LENGTH, FinishReason.STOP], dtype=torch.uint8))
+    object.__setattr__(
+        rollouts, "finish_reason", torch.tensor([FinishReason.LENGTH, FinishReason.STOP], dtype=torch.uint8)
+    )
     sampled = rollouts.rollout_logprobs
     origin = LogprobOrigin("tiny", 0, "transformers", "float32")
     old = sampled.with_values(sampled.values + torch.tensor([0.1, -0.2, 0.0, 0.1]))
@@ -104,7 +106,14 @@ def test_two_policies_keep_their_numbers_apart(tmp_path: Path) -> None:
         update = GRPOUpdater(actor, optimizer=FAST, epochs=2)
         outputs.append(update(rollouts, GroupAdvantage()(rollouts, rewards), PolicyLogprobs(actor)(rollouts)))
     row = training(quick_run(RLFlow.from_outputs(*outputs), 1, tmp_path / "run", prompts()))[0]
-    assert {"reward/mean", "second_rollout/reward/mean", "loss", "second/loss", "length/mean", "second_rollout/length/mean"} <= row.keys()
+    assert {
+        "reward/mean",
+        "second_rollout/reward/mean",
+        "loss",
+        "second/loss",
+        "length/mean",
+        "second_rollout/length/mean",
+    } <= row.keys()
     assert row["reward/mean"] != row["second_rollout/reward/mean"]
     assert row["logprob_difference/mean"] < 1e-4, "compared with the rollout that it belongs to"
 

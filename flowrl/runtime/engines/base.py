@@ -104,9 +104,7 @@ class Engine(Protocol):
         """float32 ``[num_rows]``: a reward model's score of each whole sequence."""
         ...
 
-    def train_step(
-        self, terms: Sequence[TermRows], optimizer: AdamW, *, max_grad_norm: float | None
-    ) -> StepResult:
+    def train_step(self, terms: Sequence[TermRows], optimizer: AdamW, *, max_grad_norm: float | None) -> StepResult:
         """One optimiser step over the rows of all terms, in micro-batches. Each term's summed loss is divided by its count
         over the whole step before it is differentiated, so the split into micro-batches does not matter."""
         ...
