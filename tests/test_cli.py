@@ -63,7 +63,8 @@ def train(
     """
     seen.update(locals())
     actor = tiny_actor()
-    rollouts = flowrl.Rollout(actor, group_size=group_size, sampling=SAMPLING)(flowrl.source(flowrl.Prompts, name="prompts", batch_size=2))
+    prompts_source = flowrl.source(flowrl.Prompts, name="prompts", batch_size=2)
+    rollouts = flowrl.Rollout(actor, group_size=group_size, sampling=SAMPLING)(prompts_source)
     paused = pause(rollouts, marker=marker, seconds=seconds)
     advantages = flowrl.GroupAdvantage()(paused, reward()(paused))
     update = flowrl.GRPOUpdater(actor, optimizer=FAST)(paused, advantages, flowrl.PolicyLogprobs(actor)(paused))
@@ -115,7 +116,8 @@ def test_every_kind_of_parameter_is_a_flag(recipe: Path, tmp_path: Path, capsys:
     )  # fmt: skip
     assert status == 0
     found = seen(recipe)
-    assert {k: found[k] for k in ("needed", "rate", "name", "flag", "place", "mode", "maybe", "several", "num_steps", "seed")} == {
+    names = ("needed", "rate", "name", "flag", "place", "mode", "maybe", "several", "num_steps", "seed")
+    assert {k: found[k] for k in names} == {
         "needed": 5, "rate": 1e-3, "name": "a b", "flag": True, "place": Path("some/where"), "mode": "slow",
         "maybe": 3, "several": [1, 2], "num_steps": 1, "seed": 9,
     }  # fmt: skip

@@ -168,7 +168,8 @@ def load_evaluations(folder: Path, name: str, *, up_to: int) -> list[EvaluationR
             shutil.rmtree(path)
             continue
         verify(path, advice="delete that folder: only the report looks at it")
-        tables = [pa.ipc.open_file(pa.BufferReader((path / f"{n}.arrow").read_bytes())).read_all() for n in ("rollouts", "rewards")]  # fmt: skip
+        files = [(path / f"{name}.arrow").read_bytes() for name in ("rollouts", "rewards")]
+        tables = [pa.ipc.open_file(pa.BufferReader(file)).read_all() for file in files]
         metrics = json.loads((path / "metrics.json").read_text())
         found.append(
             EvaluationResult(name, step, metrics, Rollouts.from_arrow(tables[0]), Rewards.from_arrow(tables[1]))

@@ -96,7 +96,7 @@ class LocalRuntime:
         for name, tensor in self.bindings.engines[model].weights():  # type: ignore[index]
             raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(raw)
+            digest.update(raw.data)
             size += raw.nbytes
         return size, digest.hexdigest()
 

@@ -21,6 +21,10 @@ from tests.runs import checkpoints, quick_run
 from tests.tiny import tiny_actor
 
 
+def put(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -95,7 +99,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_a_model_is_loaded(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalRuntime, "open", lambda self: pytest.fail("a model was loaded"))
-    with pytest.raises(CheckpointError, match="of another flow.*as asked for now.*of the run that wrote it"):
+    with pytest.raises(CheckpointError, match=r"of another flow.*as asked for now.*of the run that wrote it"):
         quick_run(tiny_ppo(), 3, run_folder, resume=True)
     with pytest.raises(CheckpointError, match=r"of another seed. Expected 7, as asked for now. Received 0"):
         quick_run(tiny_grpo(kl_coef=0.1), 3, run_folder, resume=True, seed=7)
@@ -137,7 +141,7 @@ def test_a_folder_appears_whole_or_not_at_all(at: str, tmp_path: Path, monkeypat
         ckpt.write_folder(final, write)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    ckpt.write_folder(final, lambda target: None if (target / "a").write_text("whole") else None)
+    ckpt.write_folder(final, lambda target: put(target / "a", "whole"))
     ckpt.verify(final)
     assert (final / "a").read_text() == "whole"
 
@@ -163,11 +167,11 @@ def test_pruning_keeps_the_newest_and_the_protected_and_cleans_up(tmp_path: Path
 
 def test_export_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     target = tmp_path / "export" / "tiny"
-    ckpt.replace_folder(target, lambda t: None if (t / "old").write_text("") else None)
+    ckpt.replace_folder(target, lambda t: put(t / "old", ""))
     with pytest.raises(RunFolderError, match="the disk is full"):
         ckpt.replace_folder(target, full)
     assert [p.name for p in target.iterdir()] == ["old"]
-    ckpt.replace_folder(target, lambda t: None if (t / "new").write_text("") else None)
+    ckpt.replace_folder(target, lambda t: put(t / "new", ""))
     assert [p.name for p in target.iterdir()] == ["new"]
     assert [p.name for p in target.parent.iterdir()] == ["tiny"]
 

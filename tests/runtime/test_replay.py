@@ -35,7 +35,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("step", "started_from"), [(1, "step 0"), (2, "step 0"), (3, "step-000002"), (4, "before/step-000003"), (5, "step-000004")])  # fmt: skip
+STARTS = {1: "step 0", 2: "step 0", 3: "step-000002", 4: "before/step-000003", 5: "step-000004"}
+
+
+@pytest.mark.parametrize(("step", "started_from"), STARTS.items())
 def test_a_step_of_a_live_model(step: int, started_from: str, live: Path) -> None:
     replay = replay_step(live, step)
     assert replay.equal, replay.table()

@@ -17,7 +17,7 @@ GROW_TOKENS, GROW_SHARE = 32, 0.25
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer, whose ``keys`` and ``values`` ``[rows, num_kv_heads, length, head_dim]`` are views of larger buffers."""
+    """One layer, whose ``keys`` and ``values`` ``[rows, num_kv_heads, length, head_dim]`` are views of buffers."""
 
     buffers: tuple[Tensor, Tensor] | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +168,10 @@ def _run_batch(
     index = torch.tensor(rows, dtype=torch.int64)
     sequences = work.sequences.select(index)
     with torch.set_grad_enabled(backward):
-        currents = _forward(engine, work, sequences)
+        scores = _forward(engine, work, sequences)
+        # The loss sees leaves, so that its own gradient is known before the model's is computed.
+        leaves = {name: tensor.detach().requires_grad_(backward) for name, tensor in scores.items()}
+        currents = [_current(term_rows.term, leaves, sequences) for term_rows, _ in work.terms]
         objective: Tensor = torch.zeros(())
         guilty: list[tuple[int, int]] = []
         for (term_rows, term_tally), current in zip(work.terms, currents, strict=True):
@@ -187,28 +190,37 @@ def _run_batch(
                 objective = objective + term.loss.weight / term_rows.count * total
     if backward and not guilty and objective.requires_grad:
         objective.backward()
+        _backward(scores, leaves)
     return float(objective.detach()), guilty
 
 
-def _forward(engine: TransformersEngine, work: _Work, sequences: Sequences) -> list[Current]:
-    """What each term reads of the Model, for the rows of one micro-batch."""
-    heads = [_head_name(rows.term) if "values" in rows.term.loss.requires else None for rows, _ in work.terms]
-    scores: Any = engine.forward(  # columns that no loss requires are None
+def _forward(engine: TransformersEngine, work: _Work, sequences: Sequences) -> dict[str, Tensor]:
+    """What the terms read of the Model for the rows of one micro-batch: "logprobs", "entropy", and values by head."""
+    reads_values = [rows.term for rows, _ in work.terms if "values" in rows.term.loss.requires]
+    scores = engine.forward(
         sequences,
         temperature=work.temperature,
         entropy="entropy" in work.requires,
-        heads=tuple(dict.fromkeys(h for h in heads if h is not None)),
+        heads=tuple(dict.fromkeys(map(_head_name, reads_values))),
     )
-    mask = sequences.loss_mask
-    return [
-        Current(
-            loss_mask=mask,
-            logprobs=scores.logprobs,
-            entropy=scores.entropy,
-            values=scores.values.get(head),
-        )
-        for head in heads
-    ]
+    named = {"logprobs": scores.logprobs, "entropy": scores.entropy}
+    named |= {f"values/{head}": values for head, values in scores.values.items()}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def _current(term: LossTerm, leaves: Mapping[str, Tensor], sequences: Sequences) -> Current:
+    names = {"logprobs": "logprobs", "entropy": "entropy", "values": f"values/{_head_name(term)}"}
+    found = {field: leaves[name] for field, name in names.items() if name in leaves}
+    return Current(sequences.loss_mask, **found)
+
+
+def _backward(scores: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
+    """From the gradients of the loss into the model. Where they are 0 (groups whose advantages are) so are the model's,
+    and nothing is computed."""
+    grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    live = [name for name, grad in grads.items() if bool((grad != 0).any())]  # NaN is not 0
+    if live:
+        torch.autograd.backward([scores[n] for n in live], [grads[n] for n in live])
 
 
 def _head_name(term: LossTerm) -> str:

@@ -14,6 +14,7 @@ from flowrl.errors import FlowError, ModelError
 from flowrl.models import Model, ValueHead, ValueModel
 from flowrl.nodes.loss import Current, LossTerm
 from flowrl.nodes.updater import AdamW
+from flowrl.runtime.engines import transformers_training
 from flowrl.runtime.engines.transformers_training import snake_case
 from flowrl.runtime.worker import open_engine
 from tests.runtime.engines.engines import (
@@ -166,6 +167,26 @@ def test_terms_over_the_same_rows_share_one_forward_pass() -> None:
     other = recorded_rollouts(2, 2, seed=5)
     engine.train_step([terms[0], term_rows(Reinforce()(other))], STEP, max_grad_norm=1.0)
     assert passes == 2
+
+
+def test_rows_without_a_gradient_cost_no_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group whose advantages are 0 adds nothing to the gradient."""
+    rollouts = recorded_rollouts(num_prompts=4, group_size=3)
+    rollouts.rollout_logprobs.values[rollouts.prompt_id[rollouts.rollout_logprobs.row_of_value] != 2] = 0.0
+    whole = gradients(engine_of(tiny_model()), [term_rows(Reinforce()(rollouts))])
+    engine = engine_of(tiny_model(), micro_batch_tokens=20)
+    calls: list[Any] = []
+    into_the_model = transformers_training.torch.autograd.backward
+
+    def counted(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(tensors)
+        into_the_model(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "backward", counted)
+    split = gradients(engine, [term_rows(Reinforce()(rollouts))])
+    assert relative_distance(split, whole) <= 1e-5
+    touched = [rows for rows in engine._micro_batches(rollouts) if bool((rollouts.prompt_id[rows] == 2).any())]
+    assert len([c for c in calls if isinstance(c, list)]) == len(touched) < len(engine._micro_batches(rollouts))
 
 
 def test_law_1_holds_for_several_terms() -> None:
