@@ -261,6 +261,7 @@ def _status_on_error(folder: RunFolder) -> Iterator[None]:
 
 def _prepare(local: LocalRuntime, resume: bool) -> list[str]:
     """Everything between a checked flow and the first step; sentences for the user."""
+    from flowrl.runtime.atomic import write_atomically
     from flowrl.runtime.disk import disk_errors
     from flowrl.runtime.manifest import changes, environment, layout, settings_of
     from flowrl.runtime.saved_run import save_run
@@ -292,7 +293,7 @@ def _prepare(local: LocalRuntime, resume: bool) -> list[str]:
         **began,
     )
     with disk_errors(folder.path):
-        folder.plan.write_text(program.plan.to_json())
+        write_atomically(folder.plan, program.plan.to_json().encode())
         reason = save_run(local)
     folder.write_manifest(not_replayable=reason)
     if reason:

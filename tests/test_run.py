@@ -26,7 +26,7 @@ from flowrl import (
 )
 from flowrl.data import PromptDataset
 from flowrl.errors import CheckError, DataError, FlowError, ModelError, RewardError, RunFolderError
-from tests.flows import SAMPLING, prompts, reward, tiny_grpo
+from tests.flows import FAST, SAMPLING, prompts, reward, tiny_grpo
 from tests.laws.everything import held_out
 from tests.runs import checkpoints, quick_run
 from tests.tiny import tiny_actor
@@ -316,6 +316,20 @@ def test_a_run_leaves_what_it_says(tmp_path: Path) -> None:
         assert exported.bound_engine().encode(["abc"]).lengths.tolist() == [3]
     trained = actor.source.state_dict()
     assert all(torch.equal(t, trained[n]) for n, t in weights.items())
+
+
+def test_a_flow_without_rollouts(tmp_path: Path) -> None:
+    """Supervised fine-tuning: the loop asks for nothing that only sampling gives."""
+    from flowrl import Demonstrations, SFTUpdater
+    from flowrl.data import DemonstrationDataset
+
+    actor = tiny_actor()
+    rows = [{"prompt": f"say {c}", "completion": c} for c in "abc"]
+    data = DemonstrationDataset.from_rows(rows, tokenizer=actor)
+    update = SFTUpdater(actor, optimizer=FAST)(source(Demonstrations, name="demos", batch_size=2))
+    result = quick_run(RLFlow.from_outputs(update), 4, tmp_path / "run", data, report=True, samples_every=1)
+    losses = [row["loss"] for row in result.metrics.to_pylist()]
+    assert len(losses) == 4 and losses[-1] < losses[0]
 
 
 def test_the_folder_is_chosen_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

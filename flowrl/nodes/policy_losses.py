@@ -26,9 +26,10 @@ _ADVANTAGES_ANCHOR: Mapping[str, Join] = {
 class ClippedPolicyLoss(TokenLoss):
     """What PPO and GRPO share: the clipped surrogate, an entropy bonus, and their metrics.
 
-    Metrics, as means over policy tokens: ``clip_fraction``, ``ratio``, ``approx_kl`` (k3 of the old policy
-    against the current one), ``entropy`` where it is asked for, and ``rollout_logprob_gap`` (the sampler's
-    log-probs against the trainer's before the update) where the two are comparable.
+    Metrics, as means over policy tokens: ``clip_fraction``, ``ratio`` and ``ratio_squared`` (of which the
+    runtime makes the effective sample size), ``approx_kl`` (k3 of the old policy against the current one),
+    ``entropy`` where it is asked for, and ``rollout_logprob_gap`` (the sampler's log-probs against the
+    trainer's before the update) where the two are comparable.
     """
 
     clip: float = 0.2
@@ -69,9 +70,11 @@ class ClippedPolicyLoss(TokenLoss):
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
         )
+        ratio = importance_ratio(current.logprobs, old).detach()
         metrics = {
             "clip_fraction": clipped,
-            "ratio": importance_ratio(current.logprobs, old).detach(),
+            "ratio": ratio,
+            "ratio_squared": ratio**2,
             "approx_kl": kl_estimate(old, current.logprobs, "k3").detach(),
         }
         if comparable_origins(rollouts.origin, old_logprobs.origin):

@@ -17,7 +17,8 @@ def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
     The first rollout and the first updater give the plain names; further ones put their label, or the name of what they write,
     before them. ``reward/mean`` is over valid rows; ``entropy`` is that of the trained distribution where a loss computes it,
     else the sampler's, estimated from its samples; ``kl`` is the mean of log π − log π_ref over policy tokens;
-    ``logprob_difference/…`` compares the sampler's log-probs with the trainer's (law 10).
+    ``logprob_difference/…`` compares the sampler's log-probs with the trainer's (law 10); ``ess`` is the effective sample size
+    of the importance ratios.
     """
     out: dict[str, float] = {}
     trained = [c for c in program.calls if isinstance(done.values.get(c.label), TrainStats)]
@@ -37,8 +38,7 @@ def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
             out[prefix + "policy_version"] = float(value.policy_version)
             out["skipped_steps"] = out.get("skipped_steps", 0.0) + value.num_skipped_steps
     _logprobs(out, program, done)
-    if "ratio" in out and out.get("ratio_squared"):
-        out["ess"] = out["ratio"] ** 2 / out["ratio_squared"]
+    _effective_sample_size(out)
     for label, counts in done.flow_of_groups.items():
         out[f"{label}/acceptance"] = (counts["emitted"] - counts["dropped"]) / max(1, counts["emitted"])
         out.update({f"{label}/groups_{name}": float(v) for name, v in counts.items()})
@@ -131,6 +131,13 @@ def _logprobs(out: dict[str, float], program: Program, done: Iteration) -> None:
 def _at_policy_tokens(rows: Rollouts, a: Any, b: Any) -> Any:
     """float64: a − b where the policy wrote the token."""
     return (a.values - b.values)[rows.loss_mask.values.bool()].double()
+
+
+def _effective_sample_size(out: dict[str, float]) -> None:
+    """(Σw)² / (n Σw²) of the importance ratios over policy tokens: 1 where all are equal."""
+    for name in [n for n in out if n.split("/")[-1] == "ratio_squared"]:
+        mean = out.get(name.removesuffix("_squared"), 0.0)
+        out.setdefault("ess", mean**2 / out[name] if out[name] else 0.0)
 
 
 def _first(program: Program, done: Iteration, kind: type) -> tuple[Rollouts | None, Any]:

@@ -132,6 +132,7 @@ def test_ppo_by_hand() -> None:
             "loss": -0.1 - 0.5 * 0.5,
             "clip_fraction": 0.5,
             "ratio": 1.25,
+            "ratio_squared": (1.5**2 + 1) / 2,
             "approx_kl": (0.5 - math.log(1.5)) / 2,
             "entropy": 0.5,
         },

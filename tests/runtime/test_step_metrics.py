@@ -137,6 +137,16 @@ def test_several_rewards_show_their_sum_and_their_parts(tmp_path: Path) -> None:
     assert row["reward/shorter"] == -row["length/mean"]
 
 
+def test_effective_sample_size(tmp_path: Path) -> None:
+    """1 where every ratio is 1 (a single step on fresh rollouts), less where the policy has moved; by hand in between."""
+    assert training(quick_run(tiny_grpo(), 1, tmp_path / "a"))[0]["ess"] == 1.0
+    moved = training(quick_run(tiny_grpo(epochs=3), 1, tmp_path / "b"))[0]
+    assert 0 < moved["ess"] < 0.99
+    program = flowrl.compile(tiny_ppo())
+    stats = TrainStats({"ppo_loss/ratio": 2.0, "ppo_loss/ratio_squared": 5.0}, 1, 1, 0)
+    assert step_metrics(program, Iteration({"Updater#0": stats}))["ess"] == 0.8
+
+
 def test_entropy_of_the_loss_wins_over_the_sampler_s_estimate(tmp_path: Path) -> None:
     plain = training(quick_run(tiny_grpo(), 1, tmp_path / "a"))[0]
     computed = training(quick_run(tiny_grpo(entropy_coef=1e-9), 1, tmp_path / "b"))[0]
