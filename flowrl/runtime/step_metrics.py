@@ -16,7 +16,8 @@ def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
 
     The first rollout and the first updater give the plain names; further ones put their label, or the name of what they write,
     before them. ``reward/mean`` is over valid rows; ``entropy`` is that of the trained distribution where a loss computes it,
-    else the sampler's, estimated from its samples; ``kl`` is the mean of log π − log π_ref over policy tokens;
+    else the sampler's, estimated from its samples; ``kl_before_update`` is the mean of log π − log π_ref over policy
+    tokens, and so is ``kl`` where no loss reports its own estimate;
     ``logprob_difference/…`` compares the sampler's log-probs with the trainer's (law 10); ``ess`` is the effective sample size
     of the importance ratios.
     """
@@ -125,7 +126,8 @@ def _logprobs(out: dict[str, float], program: Program, done: Iteration) -> None:
         same_rows = policy is not None and old_rows is ref_rows
         difference = _at_policy_tokens(ref_rows, policy if same_rows else ref_rows.rollout_logprobs, ref.ref_logprobs)
         if len(difference):
-            out.setdefault("kl", float(difference.mean()))  # a loss with a KL term has reported its own estimate
+            out["kl_before_update"] = float(difference.mean())
+            out.setdefault("kl", out["kl_before_update"])  # a loss with a KL term has reported its own estimate
 
 
 def _at_policy_tokens(rows: Rollouts, a: Any, b: Any) -> Any:
