@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from flowrl.batches import OldLogprobs, RefLogprobs, Sequences
 from flowrl.flow import RLFlow
 from flowrl.graph import Call, Ref, in_notebook
-from flowrl.models import BaseModel
+from flowrl.models import BaseModel, State
+from flowrl.nodes.base import Node
 from flowrl.nodes.loss import Loss
 from flowrl.nodes.updater import Updater
 from flowrl.violations import Report, Violation
@@ -116,11 +117,19 @@ def no_cycle(flow: RLFlow) -> Iterator[Violation]:
 def possible_settings(flow: RLFlow) -> Iterator[Violation]:
     """Settings of nodes, Models and States can work."""
     for call in flow.calls:
-        for problem in call.node.problems():
+        for problem in _problems_of(call.node):
             yield _problem("settings", flow.label(call), problem, call.where)
     for thing in (*flow.models, *flow.states):
-        for problem in thing.problems():
+        for problem in _problems_of(thing):
             yield _problem("settings", f"{type(thing).__name__} {thing.name!r}", problem, flow.where)
+
+
+def _problems_of(thing: Node | BaseModel | State) -> list[str]:
+    """What a thing says of its settings; a setting of the wrong type is a problem too, not an end of the check."""
+    try:
+        return list(thing.problems())
+    except (TypeError, ValueError, AttributeError) as error:
+        return [f"a setting of the wrong type ({error}): {thing!r}; expected the types that the class declares"]
 
 
 def needed_inputs(flow: RLFlow) -> Iterator[Violation]:

@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from flowrl.errors import FlowError
+
 if TYPE_CHECKING:
     from flowrl.models import DerivedModel, Model, State
     from flowrl.runtime.engines.base import Engine
@@ -63,6 +65,10 @@ class StepContext:
     report: Callable[[str, float], None] | None = field(default=None, compare=False)
     #: Receives (prompt_id, sample_id) of the rows to blame when an optimiser step is skipped.
     report_nonfinite: Callable[[Sequence[tuple[int, int]]], None] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63):
+            raise FlowError("The seed cannot be used", expected="an integer of 64 bits", received=repr(self.seed))
 
     def key(self, prompt_id: int, index_in_group: int = 0, turn: int = 0) -> int:
         """The 128-bit key of one row's random stream."""

@@ -95,6 +95,7 @@ class Model(BaseModel):
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", default_name(self.source) + self.name_suffix)
+        check_name(self.name)
 
     @property
     def writable(self) -> bool:
@@ -173,6 +174,7 @@ class Frozen(DerivedModel):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or f"{self.base.name}.frozen")
+        check_name(self.name)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -184,6 +186,7 @@ class Snapshot(DerivedModel):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or f"{self.base.name}.snapshot")
+        check_name(self.name)
 
     def problems(self) -> list[str]:
         return super().problems() + ([] if self.every >= 1 else [f"every is {self.every}; expected at least 1"])
@@ -197,6 +200,7 @@ class Ema(DerivedModel):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or f"{self.base.name}.ema")
+        check_name(self.name)
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -211,6 +215,7 @@ class ValueHead(DerivedModel):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or f"{self.base.name}.value_head")
+        check_name(self.name)
 
     @property
     def parameter_set(self) -> BaseModel:
@@ -275,10 +280,29 @@ class State:
         return self
 
 
+def check_name(name: Any) -> None:
+    """Refuse a name that no folder can have: checkpoints and exports are kept under it.
+
+    Raises:
+        ModelError: it is not a text, too long, or holds what file systems do not take.
+    """
+    fine = isinstance(name, str) and len(name.encode("utf-8", "replace")) <= 150 and name.isprintable()
+    if not fine or name.strip(". ") == "" or "/" in name or "\\" in name:
+        raise ModelError(
+            f"{str(name)[:80]!r} cannot be the name of a Model",
+            expected="at most 150 bytes of printable text without slashes: checkpoints are kept in a folder of this name",
+            received=f"{type(name).__name__} {str(name)[:80]!r}",
+            do="give name=",
+        )
+
+
 def default_name(source: Any) -> str:
     """The last part of a path or hub name; of a live model its class."""
     if isinstance(source, str | os.PathLike):
-        return os.path.basename(os.path.normpath(os.fspath(source))) or "model"
+        path = os.path.normpath(os.fspath(source))
+        if path.split(os.sep)[-1] in (os.curdir, os.pardir):  # "." and ".." are names of nothing
+            path = os.path.abspath(path)
+        return os.path.basename(path) or "model"
     return type(source).__name__
 
 

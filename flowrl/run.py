@@ -216,9 +216,10 @@ def run(
     )
     folder = RunFolder(Path(out) if out is not None else default_folder(name))
     local = LocalRuntime(program, data, plans, folder, settings)
+    existed = folder.path.exists()
     folder.create(resume=resume)
     with folder.held():
-        with _discarded_on_error(folder, resume):
+        with _discarded_on_error(folder, resume, existed):
             notes = _prepare(local, resume)
         with _status_on_error(folder):
             outcome = local.run(resume=resume, started=started, notes=notes)
@@ -238,13 +239,13 @@ def _evaluation_plan(evaluation: Evaluation, cluster: Cluster | None, micro_batc
 
 
 @contextlib.contextmanager
-def _discarded_on_error(folder: RunFolder, resume: bool) -> Iterator[None]:
-    """A run that could not begin leaves no folder behind, so that the same command works once its cause is repaired."""
+def _discarded_on_error(folder: RunFolder, resume: bool, existed: bool) -> Iterator[None]:
+    """A run that could not begin leaves nothing behind, so that the same command works once its cause is repaired."""
     try:
         yield
     except BaseException:
         if not resume:
-            folder.discard()
+            folder.discard(keep_folder=existed)
         raise
 
 

@@ -19,7 +19,15 @@ from flowrl.columns import Batch
 from flowrl.errors import GraphError
 from flowrl.graph import user_location
 from flowrl.models import BaseModel, State
-from flowrl.nodes.calling import Port, align_arguments, check_data, check_result, read_signature, record_or_run
+from flowrl.nodes.calling import (
+    Port,
+    Untouched,
+    align_arguments,
+    check_data,
+    check_result,
+    read_signature,
+    record_or_run,
+)
 
 # A class that travels by value would bring along a copy of the mark for "no default", which nobody takes for that mark.
 copyreg.pickle(type(MISSING), lambda _: "MISSING")
@@ -178,8 +186,11 @@ class Node(_NodeTransform):
         if here is not None and not here.label:  # a call inside of a body goes on drawing from the body's generators
             context.seed_call(label)
         here = here or context.StepContext()
+        untouched = Untouched(self, dict(list(bound.arguments.items())[1:]))
         with context.use_step(replace(here, label=label, counts={}, writes=self.writes())):
-            return check_result(self, body(*bound.args, **bound.kwargs))
+            result = body(*bound.args, **bound.kwargs)
+        untouched.check()
+        return check_result(self, result)
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowrl import context
@@ -229,6 +229,52 @@ def check_result(node: Node, result: Any) -> Any:
             do=f"return what `-> {type_name(node.output_type)}` promises, or change the annotation",
         )
     return result
+
+
+def tensors_in(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every tensor of an input with the name of its column."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield "", value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from ((f"[{key!r}]{name}", tensor) for name, tensor in tensors_in(item))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for f in fields(value):
+            yield from ((f".{f.name}{name}", tensor) for name, tensor in tensors_in(getattr(value, f.name)))
+
+
+class Untouched:
+    """Notices a body that writes into its inputs: other nodes read the same memory.
+
+    torch counts the in-place changes of each tensor. A write through NumPy is not seen.
+    """
+
+    def __init__(self, node: Node, arguments: Mapping[str, Any]) -> None:
+        self.node = node
+        batches = [(n, item) for n, v in arguments.items() for item in (v if isinstance(v, tuple) else (v,))]
+        self.seen = [
+            (name, tensor, tensor._version)
+            for argument, batch in batches
+            for name, tensor in ((argument + column, t) for column, t in tensors_in(batch))
+            if not tensor.is_inference()
+        ]
+
+    def check(self) -> None:
+        """Raise for the first input that was written.
+
+        Raises:
+            GraphError: names the node and the column.
+        """
+        for name, tensor, version in self.seen:
+            if tensor._version != version:
+                raise GraphError(
+                    f"{self.node.name} writes into its input {name}",
+                    expected="inputs that stay as they are: other nodes read the same memory",
+                    received=f"{tensor._version - version} change(s) in place",
+                    do="clone the tensor before you change it",
+                )
 
 
 def align_arguments(node: Node, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,10 +28,10 @@ def rewards_like(rollouts: Sequences, **components: Any) -> Rewards:
     """Rewards for the rows of ``rollouts``: each component is a number a row, or ragged with a number a
     response token.
 
-    A number that is not finite makes its row invalid, with the reason.
+    A number that is not finite makes its row invalid, with the reason. Rewards are float32.
 
     Raises:
-        BatchError: a component has the wrong number of rows.
+        BatchError: there is no component, or one has the wrong number of rows.
 
     Example::
 
@@ -39,6 +39,8 @@ def rewards_like(rollouts: Sequences, **components: Any) -> Rewards:
     """
     import torch
 
+    if not components:
+        raise BatchError("rewards_like needs a component", expected="name=numbers, one a row", received="none")
     rows: dict[str, Tensor] = {}
     tokens: dict[str, Ragged] = {}
     reasons = [""] * rollouts.num_rows

@@ -61,7 +61,10 @@ def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return [inspect.Parameter("response", inspect.Parameter.POSITIONAL_ONLY)]
-    return [p for p in found if p.kind is not p.VAR_POSITIONAL]
+    named = [p for p in found if p.kind is not p.VAR_POSITIONAL]
+    if not named and found:  # def f(*args): it takes the response, as a function that does not say
+        return [inspect.Parameter("response", inspect.Parameter.POSITIONAL_ONLY)]
+    return named
 
 
 def infer_batched(function: Callable[..., Any]) -> bool:

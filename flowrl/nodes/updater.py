@@ -50,14 +50,22 @@ class AdamW:
         return self.learning_rate * (self.final_fraction + (1 - self.final_fraction) * shape)
 
     def problems(self) -> list[str]:
+        import math
+
         found = []
-        if not self.learning_rate >= 0:
-            found.append(f"learning_rate is {self.learning_rate}; expected at least 0")
-        if not all(0 <= b < 1 for b in self.betas):
-            found.append(f"betas are {self.betas}; expected 0 <= beta < 1")
+        numbers = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay, "eps": self.eps}
+        for name, value in numbers.items():
+            if not (math.isfinite(value) and value >= 0):
+                found.append(f"{name} is {value}; expected a finite number, at least 0")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            found.append(f"betas are {self.betas}; expected two numbers, 0 <= beta < 1")
+        if self.warmup_steps < 0:
+            found.append(f"warmup_steps is {self.warmup_steps}; expected at least 0")
+        if not 0 <= self.final_fraction <= 1:
+            found.append(f"final_fraction is {self.final_fraction}; expected 0 to 1")
         if self.schedule not in ("constant", "linear", "cosine"):
             found.append(f"schedule is {self.schedule!r}; expected constant, linear or cosine")
-        elif self.schedule != "constant" and not self.total_steps:
+        elif self.schedule != "constant" and (not self.total_steps or self.total_steps < 1):
             found.append(f"schedule is {self.schedule!r} without total_steps; expected the number of optimiser steps")
         return found
 

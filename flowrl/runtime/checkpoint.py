@@ -159,7 +159,7 @@ def sync_folder(folder: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"), key=step_of)
+    return sorted((p for p in folder.glob("step-*") if step_of(p) >= 0), key=step_of)  # a user's copies are the user's
 
 
 def step_of(path: Path) -> int:

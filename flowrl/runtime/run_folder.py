@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,9 +138,16 @@ class RunFolder:
         finally:
             os.close(handle)
 
-    def discard(self) -> None:
-        """Remove what a run that could not begin has left in a folder that was new."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    def discard(self, *, keep_folder: bool = False) -> None:
+        """Remove what a run that could not begin has left in a folder that was new or empty.
+
+        Args:
+            keep_folder: the folder itself is the user's.
+        """
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if not keep_folder:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def write_manifest(self, **values: Any) -> None:
         """Update ``run.json``."""
@@ -183,7 +191,8 @@ class RunFolder:
 
 
 def default_folder(name: str) -> Path:
-    """``runs/<name>-<n>``, the first that is free."""
+    """``runs/<name>-<n>``, the first that is free; what no file name takes becomes a dash."""
+    name = re.sub(r"[^\w.-]+", "-", name)[:80].strip(".-") or "run"
     number = 1
     while (path := Path("runs") / f"{name}-{number:03d}").exists():
         number += 1

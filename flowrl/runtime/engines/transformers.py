@@ -157,7 +157,16 @@ class TransformersEngine:
             DataError: a row that is neither a text nor chat messages.
             ModelError: chat messages for a tokenizer without a chat template.
         """
-        return Ragged.from_rows([self._encode(row, m) for row, m in enumerate(messages)], torch.int64)
+        encoded = Ragged.from_rows([self._encode(row, m) for row, m in enumerate(messages)], torch.int64)
+        vocab = int(self.network.module.config.get_text_config().vocab_size)
+        if bool((beyond := encoded.values >= vocab).any()):
+            raise ModelError(
+                f"The tokenizer of {self.model!r} does not fit it",
+                expected=f"token ids below {vocab}, the model's vocabulary",
+                received=f"{int(encoded.values[beyond][0])} in row {int(encoded.row_of_value[beyond][0])}",
+                do="give the model's own tokenizer, or resize the model's embeddings",
+            )
+        return encoded
 
     def _encode(self, row: int, message: Any) -> list[int]:
         tokenizer = self.tokenizer
@@ -177,9 +186,17 @@ class TransformersEngine:
                 received=type(tokenizer).__name__,
                 do="take an instruction-tuned model, set tokenizer.chat_template, or write prompts as text",
             )
-        encoded = tokenizer.apply_chat_template(
-            list(message), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        try:
+            encoded = tokenizer.apply_chat_template(
+                list(message), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # a template is a program of its author's, and may refuse in any way
+            raise DataError(
+                f"The chat template of {self.model!r} refuses the prompt of row {row}",
+                expected="messages that the template takes",
+                received=f"{type(error).__name__}: {error}",
+                do="change the messages (some templates take no system message), or tokenizer.chat_template",
+            ) from error
         return list(encoded["input_ids"])
 
     def decode(self, tokens: Ragged) -> tuple[str, ...]:

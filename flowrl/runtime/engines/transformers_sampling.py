@@ -153,6 +153,7 @@ class _Batch:
         self.limits = torch.full((rows,), most)
         if network.max_length is not None:
             self.limits = torch.minimum(self.limits, network.max_length - self.prompt_lengths)
+        most = int(self.limits.max()) if rows else 0
         # Philox is counter-based: the stream of a row is a function of its key.
         draws = [np.random.Generator(np.random.Philox(key=key)).random(most) for key in keys]
         self.uniforms = torch.from_numpy(np.stack(draws))
@@ -165,7 +166,7 @@ class _Batch:
         """Sample until every row has stopped or is at its limit."""
         alive = torch.arange(len(self.prompts))  # the rows that the cache holds
         logits, cache, mask = self._prefill()
-        for place in range(self.sampling.max_new_tokens):
+        for place in range(int(self.limits.max())):
             draws = self.uniforms[alive, place].to(logits.device)
             tokens, logprobs = (x.cpu() for x in draw(logits, draws, self.sampling))
             # finished rows may stay in the batch for a while
