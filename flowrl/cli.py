@@ -98,12 +98,13 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
         known = _parameters(file)
         shared = {k: v for k, v in {"num_steps": num_steps, "seed": seed}.items() if k in known and v is not None}
         experiment = _experiment(file, {**arguments, **shared})
-        if seed is None and "seed" in known and known["seed"].default is not inspect.Parameter.empty:
-            seed = known["seed"].default  # one seed: the recipe's own is the run's, too
+        if seed is None and "seed" in known and "seed" not in experiment.options:
+            default = known["seed"].default
+            seed = default if isinstance(default, int) else None  # one seed: the recipe's own is the run's, too
         given = {
             "num_steps": num_steps,
             "out": out,
-            "seed": seed if "seed" not in experiment.options or shared.get("seed") is not None else None,
+            "seed": seed,
             "time_limit": time_limit,
             "checkpoint_every": checkpoint_every,
             "dump_steps": tuple(dump_step) if dump_step else None,

@@ -185,3 +185,21 @@ def test_seeds_that_cannot_be_used(seed: Any) -> None:
 
 def test_default_folders_stay_in_runs() -> None:
     assert default_folder("../../esc/😀 y") == Path("runs/esc-y-001")
+
+
+def test_a_step_that_trains_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    @flowrl.node(kind="reward")
+    def never(rollouts: Rollouts) -> Rewards:
+        return rewards_like(rollouts, x=[float("inf")] * rollouts.num_rows)
+
+    actor = tiny_actor()
+    flow = flowrl.RLFlow(
+        rollout=Rollout(actor, group_size=2, sampling=SAMPLING),
+        reward=never,
+        advantage_estimator=GroupAdvantage(),
+        policy_updater=GRPOUpdater(),
+        batch_size=2,
+    )
+    result = quick_run(flow, 1, tmp_path / "run", progress=True)
+    assert result.metrics.column("empty_updates").to_pylist() == [1.0]
+    assert "Step 1: nothing was trained" in capsys.readouterr().out

@@ -140,6 +140,17 @@ def test_defaults_are_the_recipe_s(recipe: Path, tmp_path: Path) -> None:
     assert len(rows(tmp_path / "run")) == 2
 
 
+def test_a_seed_on_the_command_line_wins(tmp_path: Path) -> None:
+    """Over the recipe's options too, where the recipe has no such parameter."""
+    file = tmp_path / "seeded.py"
+    text = RECIPE.replace("    seed: int = 7,\n", "").replace('options={"report"', 'options={"seed": 5, "report"')
+    file.write_text(text)
+    assert command("run", file, "--needed", 1, "--num-steps", 1, "--out", tmp_path / "a") == 0
+    assert '"seed": 5' in (tmp_path / "a" / "run.json").read_text()
+    assert command("run", file, "--needed", 1, "--num-steps", 1, "--out", tmp_path / "b", "--seed", 9) == 0
+    assert '"seed": 9' in (tmp_path / "b" / "run.json").read_text()
+
+
 def test_mistakes_on_the_command_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def usage(*arguments: object) -> str:
         return refused(capsys, *arguments, status=2)

@@ -204,6 +204,10 @@ class LocalRuntime:
             display.message(
                 f"Step {number}: too few groups passed the filter; they are carried over, nothing was updated."
             )
+        elif row.get("empty_updates"):
+            display.message(
+                f"Step {number}: nothing was trained: no row reached an updater (were all rewards invalid?)."
+            )
         if bad:
             self._nonfinite(number, done, metrics, display)
 

@@ -38,6 +38,8 @@ def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
             out.update({prefix + name: float(v) for name, v in value.metrics.items()})
             out[prefix + "policy_version"] = float(value.policy_version)
             out["skipped_steps"] = out.get("skipped_steps", 0.0) + value.num_skipped_steps
+            if value.num_optimizer_steps == 0:
+                out["empty_updates"] = out.get("empty_updates", 0.0) + 1
     _logprobs(out, program, done)
     _effective_sample_size(out)
     for label, counts in done.flow_of_groups.items():
