@@ -203,16 +203,17 @@ class TokenLoss(Loss):
         inputs = {name: current.filled(value) for name, value in inputs.items()}
         result = self.token_losses(current.at_policy_tokens(), **inputs)
         losses, metrics = result if isinstance(result, tuple) else (result, {})
-        self._check_losses(losses, metrics, current.loss_mask)
+        self._check_losses(losses, metrics, current)
         out: Sums = {"loss": aggregate(losses, current.loss_mask, self.aggregation, scale=self.scale)}
         for name, values in metrics.items():
             out[name] = aggregate(values.detach(), current.loss_mask, "token-mean")
         return out
 
-    def _check_losses(self, losses: Any, metrics: Mapping[str, Any], mask: Ragged) -> None:
+    def _check_losses(self, losses: Any, metrics: Mapping[str, Any], current: Current) -> None:
         """Refuse what would broadcast, or train nothing, without a word."""
         import torch
 
+        mask = current.loss_mask
         expected = f"a float tensor of shape [num_tokens] = [{len(mask.values)}]: a loss for each response token"
         for what, value in {"its result": losses, **{f"metric {n!r}": v for n, v in metrics.items()}}.items():
             if not isinstance(value, torch.Tensor) or value.shape != mask.values.shape:
@@ -223,7 +224,9 @@ class TokenLoss(Loss):
                     received=f"{type(value).__name__} {shape}".rstrip(),
                     do="return the losses token by token: flowrl sums them and divides once over the whole batch",
                 )
-        if torch.is_grad_enabled() and not losses.requires_grad and bool(mask.values.any()):
+        given = [t for t in (current.logprobs, current.entropy, current.values) if isinstance(t, torch.Tensor)]
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        if trains and not losses.requires_grad and bool(mask.values.any()):
             raise GraphError(
                 f"The loss {self.name} has no gradient",
                 expected="losses that depend on what `current` gives (logprobs, entropy, values)",

@@ -49,7 +49,7 @@ class Explicit(Node):
     names: tuple[str, ...] = field(default_factory=tuple)
 
     def __call__(self, rollouts: Rollouts) -> Rewards:
-        return rewards_like(rollouts)
+        return rewards_like(rollouts, x=rollouts.response_lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,9 @@ class Says(Node):
     """Its label, as a reward's reason would be."""
 
     def __call__(self, rollouts: Rollouts) -> Rewards:
-        return replace(rewards_like(rollouts), reasons=(current_step().label,) * rollouts.num_rows)
+        return replace(
+            rewards_like(rollouts, x=rollouts.response_lengths), reasons=(current_step().label,) * rollouts.num_rows
+        )
 
 
 class Twice(Node):
@@ -320,7 +322,7 @@ class TestRunning:
     def test_a_wrong_result_is_refused(self) -> None:
         class Forgets(Node):
             def __call__(self, rollouts: Rollouts) -> Rewards:
-                rewards_like(rollouts)  # type: ignore[return-value]
+                rewards_like(rollouts, x=rollouts.response_lengths)  # type: ignore[return-value]
 
         error = raised(lambda: Forgets()(recorded_rollouts()), EdgeTypeError)
         assert "Forgets returned the wrong type. Expected Rewards. Received NoneType" in str(error)
