@@ -118,8 +118,11 @@ def test_a_function_with_local_types(ref: Any) -> None:
 
 def test_a_function_without_future_annotations(ref: Any) -> None:
     names: dict[str, Any] = {"flowrl": flowrl, "Rollouts": Rollouts, "Rewards": Rewards}
-    code = "@flowrl.node\ndef f(rollouts: Rollouts, a: float = 1.0) -> Rewards:\n"
+    code = (
+        "@flowrl.node\n"
+        "def f(rollouts: Rollouts, a: float = 1.0) -> Rewards:\n"
         "    return flowrl.rewards_like(rollouts, x=rollouts.response_lengths)"
+    )
     exec(code, names)
     assert isinstance(names["f"](ref), Ref)
     assert names["f"](recorded_rollouts()).num_rows == 6
