@@ -225,13 +225,13 @@ def train_smollm2(out: Path, *, resume: bool) -> None:
 
     torch.set_num_threads(2)
     flow = flowrl.RLFlow(
-        rollout=flowrl.Rollout(smollm2_actor(), group_size=2, sampling=flowrl.Sampling(max_new_tokens=6)),
+        rollout=flowrl.Rollout(smollm2_actor(), group_size=2, sampling=flowrl.Sampling(max_new_tokens=4)),
         reward=flowrl.FunctionReward(lambda response: len(set(response)), isolate=False),
         advantage_estimator=flowrl.GroupAdvantage(),
         policy_updater=flowrl.GRPOUpdater(epochs=2, optimizer=flowrl.AdamW(FAST.learning_rate / 1000), kl_coef=0.01),
         batch_size=2,
     )
-    data = PromptDataset.from_rows([{"prompt": f"What is {i} + {i}?"} for i in range(3)])
+    data = PromptDataset.from_rows([{"prompt": f"{i} + {i} ="} for i in range(3)], as_chat=False)
     flowrl.run(flow, data, 3, out=out, resume=resume, checkpoint_every=1 if not resume and out.name == "killed" else None,
                keep_last=1, progress=False, report=False)  # fmt: skip
 
