@@ -122,8 +122,8 @@ def rates(evaluation: EvaluationResult) -> tuple[float, float]:
 def summary(result: RunResult) -> None:
     """Before and after on the held-out problems, beside the best constant answer; then where to look."""
     before, after = result.evaluation(which="first"), result.evaluation(which="last")
-    if before is None or after is None:
-        print("Resumed after the first evaluation: see the report for the curves.")
+    if before is None or after is None or before.step == after.step:
+        print(f"Ended before the last evaluation, so there is no before and after. Report: {result.report}")
         return
     answers = after.rollouts.extras["answer"]
     constant, count = Counter(answers).most_common(1)[0]

@@ -1,4 +1,4 @@
-"""What every test needs: no network, no tokenizer threads, a cache folder of its own for converted models."""
+"""What every test needs: no network, one thread, no progress bars, and Ctrl-C as a terminal gives it."""
 
 from __future__ import annotations
 

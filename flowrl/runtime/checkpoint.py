@@ -20,6 +20,7 @@ from typing import Any
 from flowrl.context import Bindings
 from flowrl.errors import CheckpointError, FlowError
 from flowrl.models import BaseModel, Frozen, State
+from flowrl.runtime.atomic import sync_folder
 from flowrl.runtime.disk import disk_errors
 from flowrl.runtime.run_state import RunState
 
@@ -146,15 +147,6 @@ def _seal(path: Path) -> tuple[int, str]:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return path.stat().st_size, digest
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside of a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -113,7 +113,7 @@ def test_a_full_disk_leaves_the_good_file(tmp_path: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(atomic.os, call, full)
-        with pytest.raises(RunFolderError, match=r"metrics\.parquet: the disk is full.* bytes free"):
+        with pytest.raises(RunFolderError, match=r"metrics\.parquet: the disk is full.* MiB free"):
             log.flush()
     assert (tmp_path / "metrics.parquet").read_bytes() == good
     assert os.listdir(tmp_path) == ["metrics.parquet"], "no rubbish is left"
