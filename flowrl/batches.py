@@ -13,13 +13,14 @@ spans and lengths, never from scanning token values.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from flowrl.alignment import align
-from flowrl.columns import Batch, check_lengths, nested
+from flowrl.columns import Batch, check_lengths
 from flowrl.errors import BatchError
+from flowrl.origins import LogprobOrigin
 from flowrl.ragged import Ragged
 from flowrl.spans import SpanKind, Spans
 
@@ -30,7 +31,9 @@ __all__ = [
     "Advantages",
     "Batch",
     "Demonstrations",
+    "Feedback",
     "FinishReason",
+    "ImportanceWeights",
     "LogprobOrigin",
     "OldLogprobs",
     "Preferences",
@@ -56,26 +59,6 @@ class FinishReason(enum.IntEnum):
     STOP = 0
     LENGTH = 1
     ABORTED = 2
-
-
-@nested
-@dataclass(frozen=True)
-class LogprobOrigin:
-    """Which model, at which version, under which sampling settings and in which engine gave a log-prob."""
-
-    model: str
-    policy_version: int
-    engine: str
-    dtype: str
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-    @property
-    def truncated(self) -> bool:
-        """Whether sampling cut the support (top-p, top-k or min-p)."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -224,6 +207,19 @@ class Preferences(Sequences):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Feedback(Sequences):
+    """Sequences that somebody liked or did not, each for itself.
+
+    Args:
+        desirable: uint8 ``[num_rows]``: 1 for what the policy should say more often.
+    """
+
+    desirable: Tensor
+
+    column_types: ClassVar[Mapping[str, str]] = {**Sequences.column_types, "desirable": "uint8"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Rewards(Batch):
     """What the answers are worth.
 
@@ -248,6 +244,27 @@ class Rewards(Batch):
         "reasons": "objects",
         "token_components": "dict of float32 ragged",
     }
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The rows of all parts, in order. A part without a valid row says nothing about which components there are:
+        it is given those of the others, all NaN."""
+        valid = [part for part in parts if bool(part.valid.any())]
+        return super().concat([p if bool(p.valid.any()) else p._like(valid[0]) for p in parts] if valid else parts)
+
+    def _like(self, other: Rewards) -> Self:
+        """These rows, all invalid, with the components of another part."""
+        import torch
+
+        layout = next(iter(self.token_components.values()), None)
+        if other.token_components and layout is None:
+            return self  # the layout of its tokens is not known here: the parts differ, which is an error
+        rows = dict.fromkeys(other.components, torch.full((self.num_rows,), torch.nan))
+        tokens = dict(self.token_components)
+        if layout is not None:
+            nothing = layout.with_values(torch.full_like(layout.values, torch.nan))
+            tokens = dict.fromkeys(other.token_components, nothing)
+        return replace(self, components=rows, token_components=tokens)
 
     @property
     def totals(self) -> Tensor:
@@ -299,6 +316,9 @@ class OldLogprobs(Batch):
 
     ``is_current``: the plan left their computation out, because they must equal the current policy's own; the values
     are then NaN, and ``TokenLoss.sums`` fills the current ones in before a loss looks at them.
+
+    ``sum_pi_squared``: float32 ragged, response layout: Σ_v π(v)² over the vocabulary at each token, where
+    ``PolicyLogprobs(…, sum_pi_squared=True)`` computed it.
     """
 
     prompt_id: Tensor
@@ -306,6 +326,7 @@ class OldLogprobs(Batch):
     old_logprobs: Ragged
     origin: LogprobOrigin
     is_current: bool = False
+    sum_pi_squared: Ragged | None = None
 
     column_types: ClassVar[Mapping[str, str]] = {**_IDS, "old_logprobs": "float32 ragged"}
 
@@ -320,6 +341,28 @@ class RefLogprobs(Batch):
     origin: LogprobOrigin
 
     column_types: ClassVar[Mapping[str, str]] = {**_IDS, "ref_logprobs": "float32 ragged"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ImportanceWeights(Batch):
+    """Corrections of off-policy tokens, in response layout.
+
+    Args:
+        weights: float32 ragged: the factor of each token's loss.
+        keep: uint8 ragged: 0 where the token does not count at all, as if the policy had not written it. (A weight of 0
+            takes a token out of the sum, but not out of the number of tokens that the sum is divided by.)
+    """
+
+    prompt_id: Tensor
+    sample_id: Tensor
+    weights: Ragged
+    keep: Ragged
+
+    column_types: ClassVar[Mapping[str, str]] = {**_IDS, "weights": "float32 ragged", "keep": "uint8 ragged"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_lengths("ImportanceWeights", "keep", self.keep, self.weights.lengths, "as many values as weights")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

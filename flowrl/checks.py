@@ -133,9 +133,11 @@ def _problems_of(thing: Node | BaseModel | State) -> list[str]:
 
 
 def needed_inputs(flow: RLFlow) -> Iterator[Violation]:
-    """Optional inputs that a setting asks for are wired."""
+    """Optional inputs that a setting asks for are wired, and come from nodes that give what is asked of them."""
     for call in flow.calls:
-        for problem in call.node.wiring_problems(frozenset(call.arguments)):
+        makers = {argument: ref._call.node for argument, ref in call.inputs() if not ref._path}
+        found = [*call.node.wiring_problems(frozenset(call.arguments)), *call.node.maker_problems(makers)]
+        for problem in found:
             yield _problem("missing input", flow.label(call), problem, call.where)
 
 
@@ -244,8 +246,10 @@ def _loss_problems(loss: Loss, model: BaseModel) -> Iterator[tuple[str, str, str
         yield f"a value head on {model.name!r}", f"one on {owner(head).name!r}", "train it with its own trunk"
     elif "values" in loss.requires and head is None and _kind(model) != "value":
         yield f"a model with values for {loss.name}", trained, f"name the head: {loss.name}(ValueHead(model))"
-    if "logprobs" in loss.requires and _kind(model) != "policy":
+    if loss.requires & {"logprobs", "entropy", "divergence", "candidates"} and _kind(model) != "policy":
         yield f"a policy for {loss.name}", trained, "train the policy with it"
+    if "scores" in loss.requires and _kind(model) != "reward":
+        yield f"a reward model for {loss.name}", trained, "train a RewardModel(…, trainable=True) with it"
 
 
 def same_logprob_origin(flow: RLFlow) -> Iterator[Violation]:

@@ -154,23 +154,12 @@ def replay(
         raise typer.Exit(ERROR)
 
 
-@app.command(help="List the recipes in FOLDER with one line each.")
-def recipes(folder: Annotated[Path, typer.Argument(metavar="FOLDER")] = Path("recipes")) -> None:
-    from flowrl.recipes import load_recipe
+@app.command(help="List the recipes in FOLDER (by default recipes/, here or in the clone) with one line each.")
+def recipes(folder: Annotated[Path | None, typer.Argument(metavar="FOLDER")] = None) -> None:
+    from flowrl.recipes import list_recipes, recipe_folder
 
-    files = sorted(p for p in folder.glob("*.py") if not p.name.startswith("_"))
-    if not files:
-        raise FlowError(
-            f"There are no recipes in {folder}",
-            expected="Python files with a @flowrl.recipe",
-            received="none" if folder.is_dir() else "no such folder",
-        )
-    for file in files:
-        try:
-            doc = inspect.getdoc(load_recipe(file)) or "no description"
-        except Exception as error:  # one file that cannot be imported must not hide the others
-            doc = f"not a recipe ({type(error).__name__}: {error})"
-        print(f"{file}: {doc.splitlines()[0]}")
+    for file, line in list_recipes(recipe_folder() if folder is None else folder):
+        print(f"{file}: {line}")
 
 
 @app.command(help="Print the version.")

@@ -64,6 +64,11 @@ def concat_rows(values: Sequence[Any], name: str) -> Any:
     import torch
 
     first = values[0]
+    known = next((v for v in values if v is not None), None)
+    if hasattr(known, "joined"):
+        return type(known).joined(values, name)  # pyright: ignore[reportAttributeAccessIssue]
+    if is_column(known) and any(v is None for v in values):
+        raise BatchError(f"Parts of a batch differ in {name}", expected="it in every part", received="it in some")
     if isinstance(first, torch.Tensor):
         return torch.cat(list(values))
     if isinstance(first, tuple):

@@ -130,26 +130,28 @@ class ValueModel(Model):
     @classmethod
     def from_policy(cls, policy: Model, name: str = "") -> ValueModel:
         """A critic that starts from the policy's weights, with a new head of zeros."""
-        return cls(
-            policy.source,
-            name=name or f"{policy.name}-value",
-            tokenizer=policy.tokenizer,
-            dtype=policy.dtype,
-            autocast=policy.autocast,
-            load_options=policy.load_options,
-            engine=policy.engine,
-            device=policy.device,
-        )
+        return cls(policy.source, name=name or f"{policy.name}-value", **like(policy))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RewardModel(Model):
-    """A model that scores sequences: a sequence classifier with one label."""
+    """A model that scores sequences: a sequence classifier with one label.
+
+    Args:
+        trainable: whether an updater may write it; it may not unless it is said.
+        new_head: the source is a language model; its body gets a new head of zeros, to be trained.
+    """
 
     trainable: bool = field(default=False, kw_only=True)
+    new_head: bool = field(default=False, kw_only=True)
 
     kind: ClassVar[str] = "reward"
     name_suffix: ClassVar[str] = "-reward"
+
+    @classmethod
+    def from_policy(cls, policy: Model, name: str = "") -> RewardModel:
+        """A reward model to be trained: it starts from the policy's weights, with a new head of zeros."""
+        return cls(policy.source, name=name or f"{policy.name}-reward", new_head=True, trainable=True, **like(policy))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -278,6 +280,12 @@ class State:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         return self
+
+
+def like(model: Model) -> dict[str, Any]:
+    """The settings of a Model that another one on the same source shares."""
+    names = ("tokenizer", "dtype", "autocast", "load_options", "engine", "device")
+    return {name: getattr(model, name) for name in names}
 
 
 def check_name(name: Any) -> None:

@@ -9,8 +9,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flowrl.batches import Sequences
 from flowrl.compiler.plan import Program, ProgramCall
 from flowrl.errors import DataError, FlowError, nearest
+from flowrl.models import BaseModel
+from flowrl.nodes.loss import Loss
 from flowrl.nodes.source import Source
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ def _bad_settings(
     keep_last: Any,
     time_limit: Any,
     max_nonfinite_steps: Any,
+    max_empty_steps: Any,
     dump_steps: Any,
     samples_every: Any,
     micro_batch_tokens: Any,
@@ -59,8 +63,14 @@ def _bad_settings(
         yield f"seed is {seed!r}; expected a whole number of at most 64 bits"
     if checkpoint_every is not None and not _whole(checkpoint_every, 1):
         yield f"checkpoint_every is {checkpoint_every!r}; expected a whole number, at least 1, or None"
-    least = {"keep_last": 1, "max_nonfinite_steps": 0, "samples_every": 0, "micro_batch_tokens": 1}
-    values = dict(keep_last=keep_last, max_nonfinite_steps=max_nonfinite_steps)
+    least = {
+        "keep_last": 1,
+        "max_nonfinite_steps": 0,
+        "max_empty_steps": 0,
+        "samples_every": 0,
+        "micro_batch_tokens": 1,
+    }
+    values = dict(keep_last=keep_last, max_nonfinite_steps=max_nonfinite_steps, max_empty_steps=max_empty_steps)
     values |= dict(samples_every=samples_every, micro_batch_tokens=micro_batch_tokens)
     for name, value in values.items():
         if not _whole(value, least[name]):
@@ -213,6 +223,40 @@ def check_prompts(local: LocalRuntime, program: Program, data: Mapping[str, Any]
             for start in range(0, min(len(dataset), PROMPTS_CHECKED), 1000):
                 rows = dataset.unshuffled(start, min(1000, len(dataset) - start))
                 _check_lengths(call.label, getattr(dataset, "name", source.source_name), start, rows, engine)
+
+
+def check_recorded(local: LocalRuntime, program: Program, data: Mapping[str, Any]) -> None:
+    """Tokenise recorded rows (demonstrations, pairs, feedback): one that is longer than a Model that reads it takes is an
+    error before training.
+
+    Raises:
+        DataError: it names the row.
+    """
+    for call in program.calls:
+        node: Any = call.node
+        dataset = data.get(node.source_name) if isinstance(node, Source) else None
+        if not hasattr(dataset, "unshuffled") or not issubclass(node.batch_type, Sequences):
+            continue
+        engines = [local.bindings.engine(m) for m in _scorers_of(program, call.label)]  # type: ignore[arg-type]
+        limit = min((e.max_length for e in engines if e.max_length is not None), default=None)
+        for start in range(0, min(len(dataset), PROMPTS_CHECKED) if limit is not None else 0, 1000):  # type: ignore[arg-type]
+            rows = dataset.unshuffled(start, min(1000, len(dataset) - start))  # type: ignore[union-attr,arg-type]
+            for draw, length in zip(rows.prompt_id.tolist(), rows.tokens.lengths.tolist(), strict=True):
+                if length > limit:
+                    raise DataError(
+                        f"{getattr(dataset, 'name', node.source_name)}, row {draw + 1} is longer than the model takes",
+                        expected=f"at most {limit} tokens, prompt and completion together",
+                        received=length,
+                        do="shorten or drop that row, or take a model with a longer context",
+                    )
+
+
+def _scorers_of(program: Program, label: str) -> list[BaseModel]:
+    """The Models that score or are trained on the rows of a call: of those who take them, and of a loss its updater."""
+    takers = [c for c in program.calls if any(b.label == label for b in c.bindings())]
+    losses = {c.label for c in takers if isinstance(c.node, Loss)}
+    takers += [c for c in program.calls if any(b.label in losses for b in c.bindings())]
+    return list(dict.fromkeys(m for c in takers for m in c.node.models()))
 
 
 def _check_lengths(label: str, dataset: str, start: int, rows: Any, engine: Any) -> None:

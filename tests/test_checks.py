@@ -19,6 +19,7 @@ from flowrl import (
     GRPOUpdater,
     Model,
     Node,
+    OptimalTokenBaseline,
     PolicyLogprobs,
     PPOLoss,
     PPOUpdater,
@@ -370,3 +371,12 @@ def test_all_violations_come_at_once() -> None:
     with pytest.raises(CheckError) as info:
         report.raise_if_broken()
     assert str(info.value) == text and info.value.violations == report.violations
+
+
+def test_log_probs_without_what_the_estimator_reads() -> None:
+    actor = Model("m")
+    rollouts = Rollout(actor, group_size=2)(source(Prompts, name="prompts", batch_size=2))
+    old_logprobs = PolicyLogprobs(actor)(rollouts)
+    advantages = OptimalTokenBaseline()(rollouts, FunctionReward(len)(rollouts), old_logprobs)
+    report = RLFlow.from_outputs(PPOUpdater(actor)(rollouts, advantages, old_logprobs)).check()
+    assert "[missing input] OptimalTokenBaseline#0: expected PolicyLogprobs(model, sum_pi_squared=True)" in str(report)

@@ -413,6 +413,15 @@ class TestShortForm:
         assert "RLFlow: 2 candidates for argument 'rollouts' of PPOUpdater. Expected one Rollouts." in str(error)
         assert "Received rollout, advantage_estimator" in str(error)
 
+    def test_two_inputs_of_one_type_are_an_error(self) -> None:
+        error = raised(lambda: short_ppo(advantage_estimator=flowrl.ReMaxAdvantage(), critic=None, reference=None))
+        assert "ReMaxAdvantage needs two Rewards, 'rewards' and 'greedy_rewards'" in str(error)
+
+    def test_log_probs_are_made_as_the_estimator_wants_them(self) -> None:
+        flow = short_ppo(advantage_estimator=flowrl.OptimalTokenBaseline(), critic=None, reference=None)
+        made = [call.node for call in flow.calls if isinstance(call.node, flowrl.PolicyLogprobs)]
+        assert [node.sum_pi_squared for node in made] == [True]
+
     def test_parts_that_would_be_ignored_are_errors(self) -> None:
         error = raised(lambda: short_ppo(advantage_estimator=GroupAdvantage(), reference=None))
         assert "RLFlow is given a critic, but GroupAdvantage takes no Values" in str(error)

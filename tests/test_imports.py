@@ -16,9 +16,10 @@ PACKAGE = Path(flowrl.__file__).parent
 
 #: From the bottom up: a module imports only from its own level and those before it.
 LEVELS: list[tuple[str, ...]] = [
-    ("errors", "ragged", "columns", "alignment", "spans", "batches", "models", "context", "stable_text"),
+    ("errors", "ragged", "columns", "alignment", "spans", "origins", "batches", "models", "context", "stable_text"),
     ("annotations", "graph"),
     ("nodes", "functional"),
+    ("testing",),
     ("weight_edges", "flow", "short_form"),
     ("violations", "checks"),
     ("compiler",),
@@ -130,13 +131,28 @@ def test_public_names() -> None:
         # batches
         "Batch", "Prompts", "Sequences", "Rollouts", "Demonstrations", "Preferences", "Rewards", "Values",
         "OldLogprobs", "RefLogprobs", "Advantages", "TrainStats", "Ragged", "Spans", "SpanKind", "FinishReason",
-        "LogprobOrigin",
-        # nodes
-        "Node", "node", "Loss", "TokenLoss", "LossTerm", "Current", "loss", "Filter", "rewards_like", "Source",
-        "source", "Rollout", "Sampling", "FunctionReward", "RewardModelScore", "WeightedSum", "KLPenalty",
-        "PolicyLogprobs", "ReferenceLogprobs", "Critic", "DropUniformGroups", "GAE", "GroupAdvantage",
-        "PPOLoss", "GRPOLoss", "ValueLoss",
-        "SFTLoss", "Updater", "AdamW", "PPOUpdater", "GRPOUpdater", "ValueUpdater", "SFTUpdater",
+        "LogprobOrigin", "Feedback", "ImportanceWeights", "TopLogprobs",
+        # nodes: the base, and how to write one's own
+        "Node", "node", "Loss", "TokenLoss", "RowLoss", "PairLoss", "Pairs", "PolicyLoss",
+        "PolicyTokens", "LossTerm", "Current", "loss",
+        "Filter", "RowAdvantage", "FunctionAdvantage", "ScoredRows", "rewards_like",
+        # from the source to rewards, filters, scores
+        "Source", "source", "Rollout", "Sampling", "Concat", "FunctionReward", "RewardModelScore", "WeightedSum",
+        "KLPenalty", "OverlongPenalty", "LengthPenalty", "GroupLengthReward", "ClipReward", "RunningNormalization",
+        "MaskTruncated", "DropTruncated", "DropUniformGroups", "KeepAccuracyBand", "PolicyLogprobs",
+        "ReferenceLogprobs", "Critic", "FixedKL", "AdaptiveKL", "ImportanceCorrection",
+        "TruncatedImportance", "IcePop", "RejectionMask",
+        # advantages
+        "GAE", "GroupAdvantage", "NormalizedAdvantage", "OPOAdvantage", "GPGAdvantage", "PassKAdvantage",
+        "GDPOAdvantage", "ReinforcePlusPlus", "ReMaxAdvantage", "OptimalTokenBaseline",
+        # losses
+        "PPOLoss", "GRPOLoss", "DecoupledPPOLoss", "GSPOLoss", "GMPOLoss", "SAPOLoss", "CISPOLoss", "DROLoss",
+        "DPPOLoss", "ReinforceLoss", "GPGLoss", "ClipCovLoss", "KLCovLoss", "FullKLLoss", "ValueLoss", "SFTLoss",
+        "DistillLoss", "TopKDistillLoss", "TeacherTopK", "DPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss",
+        "BradleyTerryLoss",
+        # pairs, labels and demonstrations from rollouts; writers
+        "Judge", "RewardPairs", "BestOfN", "ToFeedback", "MismatchedCompletions", "Updater", "AdamW", "PPOUpdater",
+        "GRPOUpdater", "PolicyUpdater", "ValueUpdater", "SFTUpdater",
         # flow, plan, run
         "RLFlow", "Ref", "WeightEdge", "Cluster", "compile", "Plan", "Program", "run", "RunResult", "Evaluation",
         "Experiment", "recipe", "step", "report", "FlowError",

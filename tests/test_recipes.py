@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+import flowrl.recipes
 from flowrl.errors import FlowError
-from flowrl.recipes import build, load_recipe, parameter_help, parameters
+from flowrl.recipes import build, list_recipes, load_recipe, parameter_help, parameters, recipe_folder
 
 RECIPE = '''
 """A recipe with a node, a reward and a loss of its own, and a file beside it."""
@@ -187,3 +188,31 @@ def test_a_recipe_returns_an_experiment(tmp_path: Path) -> None:
     file.write_text("import flowrl\n@flowrl.recipe\ndef nothing(): ...\n")
     with pytest.raises(FlowError, match=r"Recipe nothing returned no Experiment.*Received NoneType"):
         build(load_recipe(file), {})
+
+
+def test_listing_a_folder(tmp_path: Path) -> None:
+    body = "import flowrl\n@flowrl.recipe\ndef {}() -> flowrl.Experiment:\n    {}\n"
+    (tmp_path / "plain.py").write_text("x = 1\n")
+    with pytest.raises(FlowError, match=r"There are no recipes in .*Expected Python files with a @flowrl.recipe"):
+        list_recipes(tmp_path)
+    (tmp_path / "told.py").write_text(body.format("told", '"Does this.\\n\\nAnd that."'))
+    (tmp_path / "untold.py").write_text(body.format("untold", "..."))
+    (tmp_path / "two.py").write_text(body.format("a", "...") + body.format("b", "..."))
+    listed = {file.name: line for file, line in list_recipes(tmp_path)}
+    assert list(listed) == ["told.py", "two.py", "untold.py"]
+    assert (listed["told.py"], listed["untold.py"]) == ("Does this.", "no description")
+    assert "does not hold one recipe" in listed["two.py"]
+
+
+def test_the_folder_that_is_listed_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of this directory, else that of the clone; an installed package says that it has none."""
+    monkeypatch.chdir(tmp_path)
+    assert recipe_folder() == Path(flowrl.recipes.__file__).parents[1] / "recipes"
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.py").write_text("")
+    assert recipe_folder() == Path("recipes")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(flowrl.recipes, "__file__", str(tmp_path / "site-packages" / "flowrl" / "recipes.py"))
+    with pytest.raises(FlowError, match=r"There are no recipes here.*an installed package brings none along.*FOLDER"):
+        recipe_folder()

@@ -70,6 +70,7 @@ def untouched(folder: Path) -> bool:
         ({"keep_last": 0}, r"keep_last is 0"),
         ({"time_limit": 0}, r"time_limit is 0; expected seconds, more than 0"),
         ({"max_nonfinite_steps": -1}, r"max_nonfinite_steps is -1"),
+        ({"max_empty_steps": -1}, r"max_empty_steps is -1"),
         ({"samples_every": None}, r"samples_every is None"),
         ({"micro_batch_tokens": 0}, r"micro_batch_tokens is 0"),
         ({"dump_steps": [9]}, r"dump_steps holds 9; expected steps from 1 to num_steps=1"),

@@ -382,19 +382,41 @@ class DemonstrationDataset(_Rows):
             ModelError: the tokenizer cannot be loaded.
             DataError: the tokenizer has no eos token, or no chat template for chat prompts.
         """
+        return self._batch(start, self._draws(start, count, seed))
+
+    def unshuffled(self, start: int, count: int) -> Demonstrations:
+        """Draws ``start`` to ``start + count - 1`` as ``shuffle=False`` gives them: to check the data."""
+        return self._batch(start, [(start + i) % len(self) for i in range(count)])
+
+    def _batch(self, start: int, index: Sequence[int]) -> Demonstrations:
         import torch
 
-        draws = self._draws(start, count, seed)
-        tokenizer = tokenizer_of(self._tokenizer)
-        prompts = Ragged.from_rows([encode_prompt(tokenizer, self._prompts[i]) for i in draws], torch.int64)
         texts = self._others["completion"]
-        completions = Ragged.from_rows([encode_completion(tokenizer, texts[i]) for i in draws], torch.int64)
+        tokens, spans = encode_rows(self._tokenizer, [self._prompts[i] for i in index], [texts[i] for i in index])
         return Demonstrations(
-            prompt_id=draw_numbers(start, count),
-            sample_id=torch.zeros(count, dtype=torch.int64),
-            tokens=Ragged.join(prompts, completions),
-            spans=Spans.prompt_then_response(prompts.lengths, completions.lengths, policy_version=-1),
+            prompt_id=draw_numbers(start, len(index)),
+            sample_id=torch.zeros(len(index), dtype=torch.int64),
+            tokens=tokens,
+            spans=spans,
         )
+
+
+def encode_rows(
+    tokenizer: Tokenizer | AnyModel, prompts: Sequence[Any], completions: Sequence[str]
+) -> tuple[Ragged, Spans]:
+    """The tokens of recorded rows and who wrote them: the prompt as a rollout would have it, the completion, eos.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded.
+        DataError: the tokenizer has no eos token, or no chat template for chat prompts.
+    """
+    import torch
+
+    live = tokenizer_of(tokenizer)
+    asked = Ragged.from_rows([encode_prompt(live, p) for p in prompts], torch.int64)
+    answered = Ragged.from_rows([encode_completion(live, c) for c in completions], torch.int64)
+    spans = Spans.prompt_then_response(asked.lengths, answered.lengths, policy_version=-1)
+    return Ragged.join(asked, answered), spans
 
 
 def permutation(key: int, n: int) -> np.ndarray:

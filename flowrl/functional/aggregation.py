@@ -2,15 +2,15 @@
 
 | mode | value | count over a set of rows |
 |---|---|---|
-| token-mean | Σ / number of policy tokens | its policy tokens |
+| token-mean | Σ / number of selected tokens | its selected tokens |
 | token-sum | Σ | none: the sum is not divided |
 | seq-mean-token-sum | mean over rows of the row's sum | its rows |
 | seq-mean-token-mean | mean over rows of the row's mean | its rows |
 | seq-mean-token-sum-norm | mean over rows of the row's sum, divided by ``scale`` | its rows × scale |
 
-Rows without a policy token count for nothing. Counts of disjoint sets of rows add up, so neither
-micro-batches nor ranks change a gradient; that is also why token-sum has no count: no number that adds up
-over parts is always 1.
+Rows without a selected token (the policy wrote none, or all were rejected) count for nothing. Counts of disjoint
+sets of rows add up, so neither micro-batches nor ranks change a gradient; that is also why token-sum has no
+count: no number that adds up over parts is always 1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def aggregate(losses: Tensor, mask: Ragged, mode: str, scale: float = 1.0) -> tu
     device = losses.device
     selected = torch.where(mask.values.bool().to(device), losses, torch.zeros((), dtype=losses.dtype, device=device))
     if mode == "seq-mean-token-mean":
-        tokens = _tokens_per_row(mask).clamp(min=1)
+        tokens = tokens_per_row(mask).clamp(min=1)
         selected = selected / tokens[mask.row_of_value].to(selected)
     count = aggregation_count(mask, mode, scale)
     return selected.sum(), None if count is None else torch.tensor(count, dtype=torch.float64, device=device)
@@ -69,7 +69,7 @@ def aggregation_count(mask: Ragged, mode: str, scale: float = 1.0) -> float | No
     if mode == "token-sum":
         return None
     if mode in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-        rows = float((_tokens_per_row(mask) > 0).sum())
+        rows = float((tokens_per_row(mask) > 0).sum())
         return rows * scale if mode == "seq-mean-token-sum-norm" else rows
     raise FlowError(
         f"There is no aggregation {mode!r}",
@@ -79,8 +79,28 @@ def aggregation_count(mask: Ragged, mode: str, scale: float = 1.0) -> float | No
     )
 
 
-def _tokens_per_row(mask: Ragged) -> Tensor:
-    """int64 ``[num_rows]``: selected tokens of each row."""
+def tokens_per_row(mask: Ragged) -> Tensor:
+    """int64 ``[num_rows]``: selected tokens of each row of a uint8 or bool ragged mask."""
     import torch
 
     return mask.with_values(mask.values.bool().to(torch.int64)).sum_rows()
+
+
+def row_means(values: Tensor, mask: Ragged) -> Tensor:
+    """The mean of each row over its selected tokens; 0 for a row without one. Summed in float64, in the order of the
+    tokens, so that neither the row's place nor its neighbours change a bit of it.
+
+    Args:
+        values: float ``[num_tokens]`` in response layout, with gradient where it is wanted; what is not selected may
+            be anything, NaN too.
+        mask: uint8 or bool ragged in response layout.
+
+    Returns:
+        ``[num_rows]`` of the dtype of ``values``.
+    """
+    import torch
+
+    zero = torch.zeros((), dtype=values.dtype)
+    selected = torch.where(mask.values.bool(), values, zero).to(torch.float64)
+    sums = mask.with_values(selected).sum_rows()
+    return (sums / tokens_per_row(mask).clamp(min=1)).to(values.dtype)

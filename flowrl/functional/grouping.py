@@ -75,7 +75,11 @@ class Groups:
 
         centered = values.to(torch.float64) - self.mean(values)[self.index]
         std = (self.sum(centered**2) / (self.sizes - 1).clamp(min=1)).sqrt()
-        return torch.where(self.max(values) > self.min(values), std, torch.zeros((), dtype=torch.float64))
+        return torch.where(self.varied(values), std, torch.zeros((), dtype=torch.float64))
+
+    def varied(self, values: Tensor, where: Tensor | None = None) -> Tensor:
+        """bool ``[num_groups]``: whether two of the values differ, among the rows that bool ``where`` selects."""
+        return self.max(values, where) > self.min(values, where)
 
     def max(self, values: Tensor, where: Tensor | None = None) -> Tensor:
         """``[num_groups]``: the largest value among the rows that bool ``where`` selects; −inf for none."""

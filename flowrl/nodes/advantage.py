@@ -1,15 +1,20 @@
-"""Advantage nodes: from rewards (and values) to what each policy token is worth."""
+"""Advantage nodes: from rewards (and values) to what each policy token is worth. Here is what they share, and GAE;
+``group_advantage.py`` has those with a number a row, ``token_advantage.py`` those with a number a token.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from flowrl import context
 from flowrl.batches import Advantages, OldLogprobs, RefLogprobs, Rewards, Rollouts, Values
 from flowrl.errors import GraphError, GroupSizeError, RewardError
-from flowrl.nodes.base import Join, Node
+from flowrl.models import State
+from flowrl.nodes.base import Join, Node, Split
+from flowrl.nodes.kl_control import coefficient
 from flowrl.nodes.policy_losses import kl_problems
 from flowrl.ragged import Ragged
 
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
 Invalid = Literal["drop_row", "drop_group", "fail"]
 
 #: A filter may have let only some of the rollouts through.
-_ROLLOUTS_ANCHOR: Mapping[str, Join] = {
+ROLLOUTS_ANCHOR: Mapping[str, Join] = {
     "rewards": "subset",
     "values": "subset",
     "old_logprobs": "subset",
@@ -28,7 +33,48 @@ _ROLLOUTS_ANCHOR: Mapping[str, Join] = {
 }
 
 
-class GAE(Node):
+class AdvantageEstimator(Node):
+    """The base of advantage nodes: which rows are used, and how a batch may be split.
+
+    Args:
+        invalid: what becomes of rows whose reward is invalid: "drop_row", "drop_group" or "fail". Rows that were
+            dropped are left out of the result, so that losses do not train on them; where no row is left the result
+            has no rows. A node that compares within groups also drops groups of which fewer than ``needs_groups``
+            rows are left. Reports ``dropped_rows``.
+    """
+
+    invalid: Invalid = field(default="drop_row", kw_only=True)
+
+    kind: ClassVar[str] = "advantage"
+    joins: ClassVar[Mapping[str, Join]] = ROLLOUTS_ANCHOR
+    #: Whether a statistic of the whole batch enters: it is then never split.
+    of_batch: ClassVar[bool] = False
+    #: Settings to try the class with in tests of properties: one entry for each setting that changes the formula.
+    examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
+
+    @property
+    def split(self) -> Split:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whole where a statistic of the batch enters, else by groups where rows are compared, or dropped, together."""
+        if self.of_batch:
+            return "whole"
+        return "groups" if self.needs_groups > 1 or self.invalid == "drop_group" else "rows"
+
+    def problems(self) -> Iterable[str]:
+        if self.invalid not in ("drop_row", "drop_group", "fail"):
+            yield f"invalid is {self.invalid!r}; expected drop_row, drop_group or fail"
+
+    def usable_rows(self, rollouts: Rollouts, rewards: Rewards) -> Tensor:
+        """int64 indices of the rows to use, in order; reports how many were dropped.
+
+        Raises:
+            GroupSizeError: a prompt has fewer than ``needs_groups`` rollouts.
+            RewardError: a reward is invalid, and ``invalid="fail"``.
+        """
+        require_groups(rollouts, self.needs_groups, node=self.name)
+        return kept_rows(rollouts, rewards, self.invalid, node=self.name, smallest_group=self.needs_groups)
+
+
+class GAE(AdvantageEstimator):
     """Generalised advantage estimation (Schulman et al., arXiv 1506.02438); see
     :func:`flowrl.functional.advantages.gae`.
 
@@ -36,14 +82,17 @@ class GAE(Node):
         gamma: discount.
         lam: λ of the estimator.
         kl_coef: a penalty on each policy token of ``kl_coef`` times the KL estimate of the policy against the
-            reference; more than 0 needs ``old_logprobs`` and ``ref_logprobs``.
+            reference; more than 0, or a ``State`` that holds a number (an adaptive coefficient), needs
+            ``old_logprobs`` and ``ref_logprobs``.
         kl_estimator: see :func:`flowrl.functional.kl.kl_estimate`.
         whiten: bring the advantages over all policy tokens of the batch to mean 0 and variance 1. Returns
             stay as they are.
         invalid: what becomes of rows whose reward is invalid: "drop_row", "drop_group" or "fail".
 
     Shapes: one advantage and one return a response token; 0 at observations. Rows that were dropped are left
-    out. Reports ``dropped_rows``, ``explained_variance`` of the values, and ``kl`` with a penalty.
+    out. Rows are not compared with each other: there are no degenerate groups. A row without a policy token is kept,
+    with zeros. Reports ``dropped_rows``, ``explained_variance`` of the values, and with a penalty ``kl`` (mean over
+    policy tokens) and ``kl_coef``.
 
     Raises:
         RewardError: a reward is invalid, and ``invalid="fail"``.
@@ -51,18 +100,20 @@ class GAE(Node):
 
     gamma: float = 1.0
     lam: float = 0.95
-    kl_coef: float = 0.0
+    kl_coef: float | State = 0.0
     kl_estimator: str = "k1"
     whiten: bool = True
-    invalid: Invalid = "drop_row"
 
-    kind: ClassVar[str] = "advantage"
-    joins: ClassVar[Mapping[str, Join]] = _ROLLOUTS_ANCHOR
+    examples: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {},
+        {"gamma": 0.9, "lam": 0.8, "whiten": False},
+        {"kl_coef": 0.1, "kl_estimator": "k3", "whiten": False, "invalid": "drop_group"},
+    )
 
     @property
-    def split(self) -> Literal["rows", "groups", "whole"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def of_batch(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whitening needs all policy tokens."""
-        return "whole" if self.whiten else "groups" if self.invalid == "drop_group" else "rows"
+        return self.whiten
 
     def problems(self) -> Iterable[str]:
         if not 0 <= self.gamma <= 1:
@@ -70,13 +121,14 @@ class GAE(Node):
         if not 0 <= self.lam <= 1:
             yield f"lam is {self.lam}; expected 0 <= lam <= 1"
         yield from kl_problems(self.kl_coef, self.kl_estimator)
-        yield from _invalid_problems(self.invalid)
+        yield from super().problems()
 
     def wiring_problems(self, given: frozenset[str]) -> Iterable[str]:
         missing = [n for n in ("old_logprobs", "ref_logprobs") if n not in given]
         if self.kl_coef and missing:
             names = " and ".join(missing)
-            yield f"kl_coef is {self.kl_coef} without {names}; expected them wired, or kl_coef=0"
+            shown = f"State {self.kl_coef.name!r}" if isinstance(self.kl_coef, State) else self.kl_coef
+            yield f"kl_coef is {shown} without {names}; expected them wired, or kl_coef=0"
 
     def __call__(
         self,
@@ -86,12 +138,10 @@ class GAE(Node):
         old_logprobs: OldLogprobs | None = None,
         ref_logprobs: RefLogprobs | None = None,
     ) -> Advantages:
-        import torch
+        from flowrl.functional.advantages import gae, whitened
+        from flowrl.functional.masking import explained_variance
 
-        from flowrl.functional.advantages import gae
-        from flowrl.functional.masking import explained_variance, masked_whiten
-
-        keep = kept_rows(rollouts, rewards, self.invalid, node=self.name)
+        keep = self.usable_rows(rollouts, rewards)
         mask = rollouts.loss_mask.select(keep)
         token_rewards = rewards.select(keep).over_tokens(mask)
         if self.kl_coef:
@@ -99,93 +149,20 @@ class GAE(Node):
             token_rewards = mask.with_values(token_rewards.values + penalty.values)
         kept_values = values.values.select(keep)
         advantages, returns = gae(token_rewards, kept_values, mask, gamma=self.gamma, lam=self.lam)
-        selected = mask.values.bool()
-        context.report("explained_variance", explained_variance(kept_values.values, returns.values, selected))
+        fit = explained_variance(kept_values.values, returns.values, mask.values.bool())
+        context.report("explained_variance", fit)
         if self.whiten:
-            whitened = masked_whiten(advantages.values, selected)
-            advantages = mask.with_values(torch.where(selected, whitened, torch.zeros(())))
+            advantages = whitened(advantages, mask)
         return Advantages(rollouts.prompt_id[keep], rollouts.sample_id[keep], advantages, returns)
 
     def _penalty(self, rollouts: Rollouts, old: OldLogprobs | None, ref: RefLogprobs | None) -> Ragged:
         from flowrl.functional.masking import masked_mean
 
-        penalty = kl_penalty(rollouts, self.kl_coef, self.kl_estimator, old, ref, node=self.name)
-        mean = masked_mean(penalty.values, rollouts.loss_mask.values.bool())
-        context.report("kl", -float(mean) / self.kl_coef)
-        return penalty
-
-
-class GroupAdvantage(Node):
-    """How much better a response is than the other responses to its prompt; see
-    :func:`flowrl.functional.advantages.group_advantages`.
-
-    Args:
-        normalize_by_std: divide by the group's standard deviation: GRPO (arXiv 2402.03300); without it
-            Dr.GRPO (arXiv 2503.20783).
-        leave_one_out: compare with the mean of the others: RLOO (arXiv 2402.14740).
-        eps: added to the standard deviation.
-        invalid: what becomes of rows whose reward is invalid: "drop_row", "drop_group" or "fail".
-        degenerate: what becomes of a group whose rewards are all equal: "zero" keeps its rows with advantage
-            0 (they count in the loss's mean), "drop" leaves them out.
-
-    Shapes: a number a row, spread over its policy tokens; 0 at observations. ``returns`` are the row's total
-    reward. Rows that were dropped are left out; a group of which one row is left is dropped too, since
-    nothing is left to compare it with; where no row is left the result has no rows. Reports ``dropped_rows``
-    and ``degenerate_groups``.
-
-    Raises:
-        GroupSizeError: a prompt has fewer than two rollouts.
-        RewardError: a reward is invalid, and ``invalid="fail"``.
-    """
-
-    normalize_by_std: bool = True
-    leave_one_out: bool = False
-    eps: float = 1e-6
-    invalid: Invalid = "drop_row"
-    degenerate: Literal["zero", "drop"] = "zero"
-
-    kind: ClassVar[str] = "advantage"
-    split: ClassVar[Literal["rows", "groups", "whole"]] = "groups"
-    joins: ClassVar[Mapping[str, Join]] = _ROLLOUTS_ANCHOR
-    needs_groups: ClassVar[int] = 2
-
-    def problems(self) -> Iterable[str]:
-        if not self.eps > 0:
-            yield f"eps is {self.eps}; expected more than 0"
-        if self.degenerate not in ("zero", "drop"):
-            yield f"degenerate is {self.degenerate!r}; expected zero or drop"
-        yield from _invalid_problems(self.invalid)
-
-    def __call__(self, rollouts: Rollouts, rewards: Rewards) -> Advantages:
-        import torch
-
-        from flowrl.functional.advantages import group_advantages, spread_over_tokens
-        from flowrl.functional.grouping import Groups
-
-        require_groups(rollouts, self.needs_groups, node=self.name)
-        keep = kept_rows(rollouts, rewards, self.invalid, node=self.name, smallest_group=self.needs_groups)
-        totals, prompt_id = rewards.totals[keep], rollouts.prompt_id[keep]
-        groups = Groups.of(prompt_id)
-        varied = groups.max(totals) > groups.min(totals)
-        context.report("degenerate_groups", groups.num_groups - int(varied.sum()))
-        if self.degenerate == "drop":
-            stay = varied[groups.index]
-            context.report("dropped_rows_degenerate", int((~stay).sum()))
-            keep, totals, prompt_id = keep[stay], totals[stay], prompt_id[stay]
-        row = group_advantages(
-            totals,
-            prompt_id,
-            normalize_by_std=self.normalize_by_std,
-            leave_one_out=self.leave_one_out,
-            eps=self.eps,
-        )
-        mask = rollouts.loss_mask.select(keep)
-        return Advantages(
-            prompt_id,
-            rollouts.sample_id[keep],
-            spread_over_tokens(row, mask),
-            spread_over_tokens(totals.to(torch.float32), mask),
-        )
+        coef = coefficient(self.kl_coef)
+        kl = kl_of_tokens(rollouts, self.kl_estimator, old, ref, node=self.name)
+        context.report("kl", float(masked_mean(kl.values, rollouts.loss_mask.values.bool())))
+        context.report("kl_coef", coef)
+        return kl.with_values(-coef * kl.values)
 
 
 def kept_rows(rollouts: Rollouts, rewards: Rewards, invalid: Invalid, *, node: str, smallest_group: int = 1) -> Tensor:
@@ -257,23 +234,37 @@ def kl_penalty(
     Raises:
         GraphError: a log-prob is missing.
     """
+    kl = kl_of_tokens(rollouts, kl_estimator, old_logprobs, ref_logprobs, node=node)
+    return kl.with_values(0.0 - kl_coef * kl.values)  # not −0.0 at observations
+
+
+def kl_of_tokens(
+    rollouts: Rollouts,
+    kl_estimator: str,
+    old_logprobs: OldLogprobs | None,
+    ref_logprobs: RefLogprobs | None,
+    *,
+    node: str,
+) -> Ragged:
+    """float32 ragged in response layout: the estimate of the KL of the policy before the update against the reference
+    at policy tokens, 0 at observations.
+
+    Raises:
+        GraphError: a log-prob is missing.
+    """
     import torch
 
     from flowrl.functional.kl import kl_estimate
 
     if old_logprobs is None or ref_logprobs is None:
+        missing = [n for n, v in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs)) if v is None]
         raise GraphError(
             f"{node}: a KL penalty needs two log-probs",
             expected="old_logprobs and ref_logprobs",
-            received=f"kl_coef={kl_coef} without both",
+            received=f"a penalty (kl_coef) without {' and '.join(missing)}",
             do="pass both, or set kl_coef=0",
         )
     assert not old_logprobs.is_current, "the plan removed log-probs that a reward is computed from"
-    kl = kl_estimate(old_logprobs.old_logprobs.values, ref_logprobs.ref_logprobs.values, kl_estimator)
     mask = rollouts.loss_mask
-    return mask.with_values(torch.where(mask.values.bool(), -kl_coef * kl, torch.zeros(())))
-
-
-def _invalid_problems(invalid: str) -> Iterable[str]:
-    if invalid not in ("drop_row", "drop_group", "fail"):
-        yield f"invalid is {invalid!r}; expected drop_row, drop_group or fail"
+    kl = kl_estimate(old_logprobs.old_logprobs.values, ref_logprobs.ref_logprobs.values, kl_estimator)
+    return mask.with_values(torch.where(mask.values.bool(), kl, torch.zeros(())))

@@ -153,6 +153,15 @@ class Node(_NodeTransform):
         """
         return ()
 
+    def maker_problems(self, makers: Mapping[str, Node]) -> Iterable[str]:
+        """What is wrong with the settings of the nodes that its inputs come from, a sentence each; collected when a flow
+        is checked.
+
+        Args:
+            makers: by argument, the node whose output it is.
+        """
+        return ()
+
     def setup(self, ctx: context.Bindings) -> Any:
         """Open live resources (pools, sandboxes): called once a run, at first use. What it returns is handed out by
         :meth:`resource` and closed (``close()``) by the runtime."""

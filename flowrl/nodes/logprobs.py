@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from flowrl import context
 from flowrl.batches import LogprobOrigin, OldLogprobs, RefLogprobs, Rollouts, Sequences
 from flowrl.models import AnyModel
 from flowrl.nodes.base import Node
 from flowrl.ragged import Ragged
+
+if TYPE_CHECKING:
+    from flowrl.runtime.engines.base import TokenScores
 
 
 class _Logprobs(Node):
@@ -28,11 +31,11 @@ class _Logprobs(Node):
     def _temperature(self, sequences: Sequences) -> float:
         return scoring_temperature(sequences) if self.temperature is None else self.temperature
 
-    def _score(self, sequences: Sequences) -> tuple[Ragged, LogprobOrigin]:
+    def _score(self, sequences: Sequences, **more: bool) -> tuple[TokenScores, LogprobOrigin]:
         engine = self.model.bound_engine()
         temperature = self._temperature(sequences)
         origin = engine.origin(temperature=temperature)
-        return engine.logprobs(sequences, temperature=temperature).logprobs, origin
+        return engine.logprobs(sequences, temperature=temperature, **more), origin
 
 
 class PolicyLogprobs(_Logprobs):
@@ -42,16 +45,21 @@ class PolicyLogprobs(_Logprobs):
         model: the policy that is about to be trained.
         temperature: divides the logits; None takes the one that the responses were sampled at (1 where they
             were taken greedily, or are recorded data of unknown origin).
+        sum_pi_squared: also compute Σ_v π(v)² at each token, which ``OptimalTokenBaseline`` reads.
 
     Shapes: one value a response token. Where the sampler's own log-probs are comparable (no truncated
     support, the same temperature), reports how far they are from the trainer's: ``rollout_logprob_gap`` (mean
     over policy tokens) and ``rollout_logprob_gap_max``.
     """
 
+    sum_pi_squared: bool = False
+
     def __call__(self, sequences: Sequences) -> OldLogprobs:
-        logprobs, origin = self._score(sequences)
-        _report_gap(sequences, logprobs, origin)
-        return OldLogprobs(sequences.prompt_id, sequences.sample_id, logprobs, origin)
+        scores, origin = self._score(sequences, sum_pi_squared=self.sum_pi_squared)
+        _report_gap(sequences, scores.logprobs, origin)
+        return OldLogprobs(
+            sequences.prompt_id, sequences.sample_id, scores.logprobs, origin, sum_pi_squared=scores.sum_pi_squared
+        )
 
     def placeholder(self, sequences: Sequences) -> OldLogprobs:
         """What stands on the edge when the plan leaves this call out: no values, only the promise that they are
@@ -74,8 +82,8 @@ class ReferenceLogprobs(_Logprobs):
     """
 
     def __call__(self, sequences: Sequences) -> RefLogprobs:
-        logprobs, origin = self._score(sequences)
-        return RefLogprobs(sequences.prompt_id, sequences.sample_id, logprobs, origin)
+        scores, origin = self._score(sequences)
+        return RefLogprobs(sequences.prompt_id, sequences.sample_id, scores.logprobs, origin)
 
 
 def scoring_temperature(sequences: Sequences) -> float:

@@ -7,15 +7,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, get_args, overload
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, Self, get_args, overload
 
 from flowrl.annotations import edge_types, is_edge_annotation, resolve_hints
 from flowrl.batches import Advantages, Batch, OldLogprobs, Sequences
 from flowrl.columns import select_rows
 from flowrl.errors import GraphError
 from flowrl.graph import user_location
-from flowrl.models import BaseModel
+from flowrl.models import AnyModel, BaseModel, State
 from flowrl.nodes.base import Join, Node
 from flowrl.nodes.function import NodeFunction, call_function, node_from_function
 from flowrl.ragged import Ragged
@@ -31,6 +31,30 @@ Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 Sums = dict[str, tuple["Tensor", "Tensor | None"]]
 
 
+class Scorer(Protocol):
+    """The Model being trained, as :meth:`Loss.prepare` may ask it: without gradient, before the optimiser step."""
+
+    def logprobs(self, sequences: Sequences) -> Tensor:
+        """float32 ``[num_tokens]``, flat in response layout: log-probs of the responses, at their temperature."""
+        ...
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the Model being trained is from another one, over the whole vocabulary; see
+    :mod:`flowrl.functional.divergence`.
+
+    Args:
+        model: the other one (a reference, a teacher). It has the same vocabulary.
+        kind: one of ``flowrl.functional.divergence.DIVERGENCES``.
+        beta: the weight of the teacher in the mixture of "jsd".
+    """
+
+    model: AnyModel
+    kind: str = "reverse_kl"
+    beta: float = 0.5
+
+
 @dataclass(frozen=True, eq=False)
 class Current:
     """What the Model being trained gives for the rows of one micro-batch.
@@ -39,7 +63,11 @@ class Current:
         logprobs: float32 ``[num_tokens]``, flat in response layout, with gradient; at the rollouts' temperature.
         entropy: float32 ``[num_tokens]`` with gradient, where a loss requires it.
         values: float32 ``[num_tokens]`` with gradient, where a loss requires it.
-        loss_mask: uint8 ragged in response layout.
+        loss_mask: uint8 ragged in response layout: the tokens that count.
+        scores: float32 ``[num_rows]`` with gradient: what a reward model gives each whole sequence, where a loss
+            requires it.
+        divergence: float32 ``[num_tokens]`` with gradient, where a loss has a :meth:`Loss.divergence`.
+        candidates: float32 ``[num_tokens, k]`` with gradient: log-probs of the tokens of :meth:`Loss.candidates`.
     """
 
     loss_mask: Ragged
@@ -47,21 +75,46 @@ class Current:
     logprobs: Tensor = None  # type: ignore[assignment]
     entropy: Tensor = None  # type: ignore[assignment]
     values: Tensor = None  # type: ignore[assignment]
+    scores: Tensor = None  # type: ignore[assignment]
+    divergence: Tensor = None  # type: ignore[assignment]
+    candidates: Tensor = None  # type: ignore[assignment]
+
+    #: The columns with a value (or a row of them) a token.
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("logprobs", "entropy", "values", "divergence", "candidates")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By field, what there is."""
+        names = (*self.OF_TOKENS, "scores")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def at_policy_tokens(self) -> Current:
-        """The same with 0 selected where the policy wrote no token. A loss may then be NaN there: neither its value
+        """The same with 0 selected where no token counts. A loss may then be NaN there: neither its value
         (selected away by the aggregation) nor its gradient (NaN × 0 is NaN, but this select passes back a plain 0)
         can get out."""
         import torch
 
         mask = self.loss_mask.values.bool()
 
-        def selected(values: Any) -> Any:
-            return None if values is None else torch.where(mask, values, torch.zeros((), dtype=values.dtype))
+        def selected(values: Tensor) -> Tensor:
+            where = mask.reshape(-1, *[1] * (values.ndim - 1))
+            return torch.where(where, values, torch.zeros((), dtype=values.dtype))
 
-        return replace(
-            self, logprobs=selected(self.logprobs), entropy=selected(self.entropy), values=selected(self.values)
-        )
+        of_tokens = {name: selected(v) for name, v in self.tensors().items() if name in self.OF_TOKENS}
+        return replace(self, **of_tokens)
+
+    def sequence_logprobs(self) -> Tensor:
+        """float ``[num_rows]`` with gradient: the sum of the log-probs of each row's tokens that count; 0 for none."""
+        selected = self.at_policy_tokens().logprobs
+        return self.loss_mask.with_values(selected).sum_rows()
+
+    def select(self, rows: Sequence[int]) -> Current:
+        """The same for some rows, detached."""
+        import torch
+
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        tokens = self.loss_mask.with_values(torch.arange(len(self.loss_mask.values))).select(index).values
+        cut = {name: v.detach()[tokens if name in self.OF_TOKENS else index] for name, v in self.tensors().items()}
+        return replace(self, loss_mask=self.loss_mask.select(index), **cut)
 
     def old(self, old_logprobs: OldLogprobs) -> Tensor:
         """float32 ``[num_tokens]``: the log-probs before the update; the current ones, detached, where the plan left
@@ -139,6 +192,8 @@ class Loss(Node):
     requires: ClassVar[frozenset[str]] = frozenset({"logprobs"})
     #: What must stay together in one optimiser batch and one micro-batch: "row", "pair" or "group".
     couples: ClassVar[str] = "row"
+    #: Settings with which ``flowrl.testing`` tries the class: one entry for each setting that changes the formula.
+    examples: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
 
     @classmethod
     def check_class(cls) -> None:
@@ -152,15 +207,33 @@ class Loss(Node):
             )
 
     def term(self, **inputs: Any) -> LossTerm:
-        """Bind the inputs: what ``__call__`` of a loss returns."""
-        return LossTerm(self, {k: v for k, v in inputs.items() if v is not None})
+        """Bind the inputs: what ``__call__`` of a loss returns. A setting that is a ``State`` is bound too, to its value
+        now, so that all micro-batches see one number."""
+        return LossTerm(self.bound(), {k: v for k, v in inputs.items() if v is not None})
+
+    def bound(self) -> Self:
+        """This loss with the value of each State among its settings."""
+        states = {f.name: v.value for f in fields(self) if isinstance(v := getattr(self, f.name), State)}
+        return replace(self, **states) if states else self
 
     def head(self) -> BaseModel | None:
         """The ValueHead whose values it reads, where it reads values of a shared trunk."""
         return None
 
-    def prepare(self, **inputs: Any) -> Any:
-        """Constants from the detached columns of the whole optimiser batch; run once per optimiser step."""
+    def divergence(self) -> Divergence | None:
+        """The other Model that ``current.divergence`` compares with, where the loss reads it."""
+        return None
+
+    def candidates(self, **inputs: Any) -> Tensor | None:
+        """int64 ``[num_tokens, k]``: the tokens whose log-probs ``current.candidates`` holds, where the loss reads it."""
+        return None
+
+    def prepare(self, policy: Scorer, **inputs: Any) -> Any:
+        """Constants from the detached columns of the whole optimiser batch; run once per optimiser step.
+
+        Args:
+            policy: the Model being trained; each question is a forward pass over the batch.
+        """
         return None
 
     def count(self, **inputs: Any) -> float | None:
@@ -189,18 +262,22 @@ class TokenLoss(Loss):
         Values outside of the loss mask do not matter, not even NaN."""
         raise NotImplementedError
 
+    def mask(self, **inputs: Any) -> Ragged:
+        """uint8 ragged in response layout: the tokens that count. What the policy wrote, unless a loss leaves out more."""
+        return next(v for v in inputs.values() if isinstance(v, Sequences)).loss_mask
+
     def count(self, **inputs: Any) -> float | None:
         from flowrl.functional.aggregation import aggregation_count
 
-        sequences = next(v for v in inputs.values() if isinstance(v, Sequences))
-        return aggregation_count(sequences.loss_mask, self.aggregation, scale=self.scale)
+        return aggregation_count(self.mask(**inputs), self.aggregation, scale=self.scale)
 
     def sums(self, current: Current, constants: Any, **inputs: Any) -> Sums:
         from flowrl.functional.aggregation import aggregate
 
+        current = replace(current, loss_mask=self.mask(**inputs))
+        inputs = {name: current.filled(value) for name, value in inputs.items()}
         if constants is not None:
             inputs["constants"] = constants
-        inputs = {name: current.filled(value) for name, value in inputs.items()}
         result = self.token_losses(current.at_policy_tokens(), **inputs)
         losses, metrics = result if isinstance(result, tuple) else (result, {})
         self._check_losses(losses, metrics, current)
@@ -224,8 +301,7 @@ class TokenLoss(Loss):
                     received=f"{type(value).__name__} {shape}".rstrip(),
                     do="return the losses token by token: flowrl sums them and divides once over the whole batch",
                 )
-        given = [t for t in (current.logprobs, current.entropy, current.values) if isinstance(t, torch.Tensor)]
-        trains = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in current.tensors().values())
         if trains and not losses.requires_grad and bool(mask.values.any()):
             raise GraphError(
                 f"The loss {self.name} has no gradient",

@@ -1,212 +1,363 @@
-"""Loss terms: clipped policy losses, the value loss, supervised fine-tuning. See ``flowrl.functional``."""
+"""Policy losses, one class an algorithm: its settings, and a line that calls :mod:`flowrl.functional.policy_losses`.
+What they share (inputs, entropy bonus, KL penalty, importance weights, metrics) is
+:class:`flowrl.nodes.policy_loss_base.PolicyLoss`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from flowrl.batches import Advantages, Demonstrations, OldLogprobs, RefLogprobs, Rollouts, Values
-from flowrl.models import BaseModel, ValueHead
-from flowrl.nodes.base import Join
-from flowrl.nodes.logprobs import comparable_origins
-from flowrl.nodes.loss import Current, LossTerm, TokenLoss
+from flowrl.batches import Advantages, ImportanceWeights, OldLogprobs, RefLogprobs, Rollouts
+from flowrl.nodes.covariance_losses import ClipCovLoss, KLCovLoss
+from flowrl.nodes.loss import Aggregation, LossTerm
+from flowrl.nodes.policy_loss_base import PolicyLoss, PolicyTokens, clip_problems, kl_problems, positive_problems
+from flowrl.ragged import Ragged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Advantages decide which rows are trained on: an advantage node may have dropped some.
-_ADVANTAGES_ANCHOR: Mapping[str, Join] = {
-    "rollouts": "subset",
-    "old_logprobs": "subset",
-    "ref_logprobs": "subset",
-    "values": "subset",
-}
+__all__ = [
+    "CISPOLoss",
+    "ClipCovLoss",
+    "DPPOLoss",
+    "DROLoss",
+    "DecoupledPPOLoss",
+    "GMPOLoss",
+    "GPGLoss",
+    "GRPOLoss",
+    "GSPOLoss",
+    "KLCovLoss",
+    "PPOLoss",
+    "PolicyLoss",
+    "PolicyTokens",
+    "ReinforceLoss",
+    "SAPOLoss",
+    "kl_problems",
+]
+
+Examples = tuple[Mapping[str, Any], ...]
 
 
-class ClippedPolicyLoss(TokenLoss):
-    """What PPO and GRPO share: the clipped surrogate, an entropy bonus, and their metrics.
-
-    Metrics, as means over policy tokens: ``clip_fraction``, ``ratio`` and ``ratio_squared`` (of which the
-    runtime makes the effective sample size), ``approx_kl`` (k3 of the old policy against the current one),
-    ``entropy`` where it is asked for, and ``rollout_logprob_gap`` (the sampler's log-probs against the
-    trainer's before the update) where the two are comparable.
-    """
-
-    clip: float = 0.2
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    entropy_coef: float = 0.0
-
-    joins: ClassVar[Mapping[str, Join]] = _ADVANTAGES_ANCHOR
-
-    @property
-    def requires(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return frozenset({"logprobs", "entropy"} if self.entropy_coef else {"logprobs"})
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if not 0 < self.clip < 1:
-            found.append(f"clip is {self.clip}; expected 0 < clip < 1")
-        if self.clip_high is not None and not self.clip_high > 0:
-            found.append(f"clip_high is {self.clip_high}; expected more than 0, or None")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            found.append(f"dual_clip is {self.dual_clip}; expected more than 1, or None")
-        return found
-
-    def surrogate(
-        self, current: Current, rollouts: Rollouts, advantages: Advantages, old_logprobs: OldLogprobs
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Token losses and metrics, both float32 ``[num_tokens]``."""
-        from flowrl.functional.kl import kl_estimate
-        from flowrl.functional.losses import importance_ratio, ppo_loss
-
-        assert current.logprobs is not None
-        old = current.old(old_logprobs)
-        losses, clipped = ppo_loss(
-            current.logprobs,
-            old,
-            advantages.advantages.values,
-            clip_low=self.clip,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
-        ratio = importance_ratio(current.logprobs, old).detach()
-        metrics = {
-            "clip_fraction": clipped,
-            "ratio": ratio,
-            "ratio_squared": ratio**2,
-            "approx_kl": kl_estimate(old, current.logprobs, "k3").detach(),
-        }
-        if comparable_origins(rollouts.origin, old_logprobs.origin):
-            metrics["rollout_logprob_gap"] = (rollouts.rollout_logprobs.values - old).abs()
-        if self.entropy_coef:
-            assert current.entropy is not None
-            losses = losses - self.entropy_coef * current.entropy
-            metrics["entropy"] = current.entropy.detach()
-        return losses, metrics
-
-
-class PPOLoss(ClippedPolicyLoss):
-    """PPO's clipped surrogate (arXiv 1707.06347); see :func:`flowrl.functional.losses.ppo_loss`.
+class PPOLoss(PolicyLoss):
+    """PPO's clipped surrogate (arXiv 1707.06347); see :func:`flowrl.functional.policy_losses.ppo_loss`.
 
     Args:
         clip: the ratio counts down to 1 − clip.
         clip_high: and up to 1 + clip_high; None takes clip ("clip-higher" of DAPO, arXiv 2503.14476).
         dual_clip: caps the loss of tokens with a negative advantage at ``−A · dual_clip`` (arXiv 1912.09729).
-        entropy_coef: weight of an entropy bonus.
+
+    Metric of its own: ``clip_fraction``, the share of tokens whose loss the clip holds.
     """
 
-    def __call__(self, rollouts: Rollouts, advantages: Advantages, old_logprobs: OldLogprobs) -> LossTerm:
-        return self.term(rollouts=rollouts, advantages=advantages, old_logprobs=old_logprobs)
+    clip: float = 0.2
+    clip_high: float | None = None
+    dual_clip: float | None = None
 
-    def token_losses(self, current: Current, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.surrogate(current, inputs["rollouts"], inputs["advantages"], inputs["old_logprobs"])
-
-
-class GRPOLoss(ClippedPolicyLoss):
-    """The clipped surrogate with a KL penalty in the loss (GRPO, arXiv 2402.03300).
-
-    Args:
-        clip: the ratio counts down to 1 − clip.
-        clip_high: and up to 1 + clip_high; None takes clip.
-        dual_clip: caps the loss of tokens with a negative advantage at ``−A · dual_clip``.
-        entropy_coef: weight of an entropy bonus.
-        kl_coef: weight of the KL divergence of the current policy from the reference; more than 0 needs
-            ``ref_logprobs``.
-        kl_estimator: see :func:`flowrl.functional.kl.kl_estimate`.
-
-    Metric: ``kl``, where ``ref_logprobs`` are given.
-    """
-
-    kl_coef: float = 0.0
-    kl_estimator: str = "k3"
+    examples: ClassVar[Examples] = (
+        {},
+        {"clip_high": 0.28, "dual_clip": 3.0},
+        {"entropy_coef": 0.1, "kl_coef": 0.1, "kl_estimator": "k3_st"},
+        {"aggregation": "seq-mean-token-mean"},
+    )
 
     def problems(self) -> list[str]:
-        return super().problems() + list(kl_problems(self.kl_coef, self.kl_estimator))
+        found = super().problems() + clip_problems(self.clip, self.clip_high, below=1)
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            found.append(f"dual_clip is {self.dual_clip}; expected more than 1, or None")
+        return found
 
-    def wiring_problems(self, given: frozenset[str]) -> Iterable[str]:
-        if self.kl_coef and "ref_logprobs" not in given:
-            yield f"kl_coef is {self.kl_coef} without ref_logprobs; expected ReferenceLogprobs(…)(rollouts)"
+    def surrogate(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.functional.policy_losses import ppo_loss
+
+        losses, clipped = ppo_loss(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            tokens.advantages,
+            clip_low=self.clip,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+        return losses, {"clip_fraction": clipped}
+
+
+class GRPOLoss(PPOLoss):
+    """PPO's clipped surrogate under the name of GRPO (arXiv 2402.03300), which adds the KL to the loss and not to the
+    rewards: ``GRPOLoss(kl_coef=0.01)(rollouts, advantages, old_logprobs, ref_logprobs)``. What makes it GRPO are the
+    group-relative advantages. The settings are those of :class:`PPOLoss` and :class:`PolicyLoss`.
+
+    The paper takes the mean over responses of their means (``aggregation="seq-mean-token-mean"``); the default is the
+    mean over tokens, as in DAPO. Dr.GRPO (arXiv 2503.20783) is "seq-mean-token-sum-norm" with ``scale`` = max_new_tokens.
+    """
+
+    examples: ClassVar[Examples] = (
+        {"kl_coef": 0.1},
+        {"aggregation": "seq-mean-token-sum-norm", "scale": 8.0},
+        {"aggregation": "token-sum"},
+        {"aggregation": "seq-mean-token-sum"},
+    )
+
+
+class DecoupledPPOLoss(PPOLoss):
+    """Decoupled PPO (Hilton et al., arXiv 2110.00641): three policies. The behaviour policy μ sampled (its log-probs are
+    the rollouts' own), the proximal one π_old is what the update stays close to (``old_logprobs``), and the current one
+    is trained.
+
+    min(π_old/μ, cap) times PPO's clipped surrogate of π/π_old: how old the samples are no longer decides how far an
+    update may go. With several optimiser steps, or with ``max_staleness``, let ``old_logprobs`` be those of recent
+    weights.
+
+    Args:
+        behaviour_cap: the largest π_old/μ; None leaves it.
+        clip, clip_high, dual_clip: as in :class:`PPOLoss`.
+
+    Metrics of its own: ``clip_fraction``, ``behaviour_weight``.
+    """
+
+    behaviour_cap: float | None = field(default=None, kw_only=True)
+
+    examples: ClassVar[Examples] = ({}, {"behaviour_cap": 1.5, "clip_high": 0.28})
+
+    def problems(self) -> list[str]:
+        cap = self.behaviour_cap
+        wrong = [] if cap is None else [f"{p}, or None" for p in positive_problems(behaviour_cap=cap)]
+        return super().problems() + wrong
+
+    def surrogate(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.functional.importance import importance_weights, truncate_weights
+
+        losses, metrics = super().surrogate(tokens)
+        weights = importance_weights(tokens.old_logprobs, tokens.rollout_logprobs, tokens.mask)
+        if self.behaviour_cap is not None:
+            weights = truncate_weights(weights, self.behaviour_cap)
+        return losses * weights, {**metrics, "behaviour_weight": weights}
+
+
+class GSPOLoss(PolicyLoss):
+    """Group sequence policy optimisation (arXiv 2507.18071): one ratio a response; see
+    :func:`flowrl.functional.policy_losses.gspo_loss`.
+
+    Args:
+        clip: the response's ratio counts down to 1 − clip; it is a geometric mean, so it stays close to 1.
+        clip_high: and up to 1 + clip_high; None takes clip.
+
+    Metric of its own: ``clip_fraction``. A row without a token that counts has ratio 1 and is not counted.
+    """
+
+    clip: float = 3e-4
+    clip_high: float | None = 4e-4
+    aggregation: Aggregation = field(default="seq-mean-token-mean", kw_only=True)
+
+    examples: ClassVar[Examples] = ({"clip": 0.2, "clip_high": 0.28}, {"clip": 0.5, "clip_high": None}, {})
+
+    def problems(self) -> list[str]:
+        return super().problems() + clip_problems(self.clip, self.clip_high, below=1)
+
+    def surrogate(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.functional.policy_losses import gspo_loss
+
+        losses, clipped = gspo_loss(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            tokens.advantages,
+            tokens.mask,
+            clip_low=self.clip,
+            clip_high=self.clip_high,
+        )
+        return losses, {"clip_fraction": clipped}
+
+
+class GMPOLoss(PolicyLoss):
+    """Geometric-mean policy optimisation (arXiv 2507.20673); see :func:`flowrl.functional.policy_losses.geo_mean_loss`.
+
+    Args:
+        clip: log-ratios count down to −clip.
+        clip_high: and up to clip_high; None takes clip.
+
+    Importance weights enter as their geometric mean over the response: one weight of 0 takes out the whole response, so
+    prefer ``RejectionMask`` to ``IcePop`` here. Metric of its own: ``clip_fraction``. A row without a token that counts
+    is not counted.
+    """
+
+    clip: float = 0.4
+    clip_high: float | None = None
+    aggregation: Aggregation = field(default="seq-mean-token-mean", kw_only=True)
+
+    examples: ClassVar[Examples] = ({}, {"clip": 0.2, "clip_high": 0.28})
+
+    def problems(self) -> list[str]:
+        return super().problems() + clip_problems(self.clip, self.clip_high)
+
+    def surrogate(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.functional.policy_losses import geo_mean_loss
+
+        losses, clipped = geo_mean_loss(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            tokens.advantages,
+            tokens.mask,
+            clip_low=self.clip,
+            clip_high=self.clip_high,
+        )
+        return losses, {"clip_fraction": clipped}
+
+    def weigh(self, losses: Tensor, weights: Tensor, mask: Ragged) -> Tensor:
+        from flowrl.functional.importance import geometric_row_means
+
+        return losses * geometric_row_means(weights, mask)[mask.row_of_value]
+
+
+class SAPOLoss(PolicyLoss):
+    """Soft adaptive policy optimisation (arXiv 2511.20347): a sigmoid gate in place of the clip; see
+    :func:`flowrl.functional.policy_losses.sapo_loss`.
+
+    Args:
+        tau_pos: temperature of the gate where the advantage is positive.
+        tau_neg: that of the other tokens; larger fades faster as the ratio moves away from 1.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    aggregation: Aggregation = field(default="seq-mean-token-mean", kw_only=True)
+
+    examples: ClassVar[Examples] = ({}, {"tau_pos": 2.0, "tau_neg": 4.0})
+
+    def problems(self) -> list[str]:
+        return super().problems() + positive_problems(tau_pos=self.tau_pos, tau_neg=self.tau_neg)
+
+    def surrogate(self, tokens: PolicyTokens) -> Tensor:
+        from flowrl.functional.policy_losses import sapo_loss
+
+        return sapo_loss(
+            tokens.logprobs, tokens.old_logprobs, tokens.advantages, tau_pos=self.tau_pos, tau_neg=self.tau_neg
+        )
+
+
+class CISPOLoss(PolicyLoss):
+    """Clipped importance-sampling policy optimisation (arXiv 2506.13585): the weight is clipped, and every token keeps
+    its gradient; see :func:`flowrl.functional.policy_losses.cispo_loss`.
+
+    Args:
+        clip: the weight goes down to 1 − clip; 1 or more is no lower bound.
+        clip_high: and up to 1 + clip_high; None takes clip.
+
+    Metric of its own: ``clip_fraction``, the share of tokens whose weight is clipped.
+    """
+
+    clip: float = 1.0
+    clip_high: float | None = 0.28
+
+    examples: ClassVar[Examples] = ({}, {"clip": 0.2, "clip_high": None})
+
+    def problems(self) -> list[str]:
+        return super().problems() + clip_problems(self.clip, self.clip_high)
+
+    def surrogate(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.functional.policy_losses import cispo_loss
+
+        losses, clipped = cispo_loss(
+            tokens.logprobs, tokens.old_logprobs, tokens.advantages, clip_low=self.clip, clip_high=self.clip_high
+        )
+        return losses, {"clip_fraction": clipped}
+
+
+class DROLoss(PolicyLoss):
+    """Direct reward optimisation (arXiv 2405.19107), token by token: a quadratic pull towards the old policy; see
+    :func:`flowrl.functional.policy_losses.dro_loss`.
+
+    Args:
+        beta: strength of the pull.
+    """
+
+    beta: float = 0.05
+
+    examples: ClassVar[Examples] = ({}, {"beta": 0.5})
+
+    def problems(self) -> list[str]:
+        return super().problems() + positive_problems(beta=self.beta)
+
+    def surrogate(self, tokens: PolicyTokens) -> Tensor:
+        from flowrl.functional.policy_losses import dro_loss
+
+        return dro_loss(tokens.logprobs, tokens.old_logprobs, tokens.advantages, beta=self.beta)
+
+
+class DPPOLoss(PolicyLoss):
+    """Divergence PPO (arXiv 2602.04879), binary form: the trust region is a divergence, not a ratio; see
+    :func:`flowrl.functional.policy_losses.dppo_loss`.
+
+    Args:
+        distance: "tv" or "kl", of "this token or any other".
+        clip: its bound where the advantage is not positive; None takes the paper's, 0.15 for "tv" and 0.05 for "kl".
+        clip_high: its bound where the advantage is positive; None takes clip.
+        ratio_cap: the largest importance ratio; None leaves it.
+
+    Metric of its own: ``clip_fraction``, the share of tokens outside of the trust region, which have no gradient.
+    """
+
+    distance: Literal["tv", "kl"] = "tv"
+    clip: float | None = None
+    clip_high: float | None = None
+    ratio_cap: float | None = field(default=None, kw_only=True)
+
+    examples: ClassVar[Examples] = ({}, {"distance": "kl"}, {"clip": 0.2, "clip_high": 0.28, "ratio_cap": 3.0})
+
+    def problems(self) -> list[str]:
+        from flowrl.functional.policy_losses import DPPO_DIVERGENCES
+
+        found = super().problems()
+        if self.distance not in DPPO_DIVERGENCES:
+            found.append(f"distance is {self.distance!r}; expected one of {', '.join(DPPO_DIVERGENCES)}")
+        optional = {"clip": self.clip, "clip_high": self.clip_high, "ratio_cap": self.ratio_cap}
+        given = {name: value for name, value in optional.items() if value is not None}
+        return found + [f"{problem}, or None" for problem in positive_problems(**given)]
+
+    def surrogate(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        from flowrl.functional.policy_losses import dppo_loss
+
+        losses, too_far = dppo_loss(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            tokens.advantages,
+            divergence=self.distance,
+            clip_low={"tv": 0.15, "kl": 0.05}[self.distance] if self.clip is None else self.clip,
+            clip_high=self.clip_high,
+            ratio_cap=self.ratio_cap,
+        )
+        return losses, {"clip_fraction": too_far}
+
+
+class ReinforceLoss(PolicyLoss):
+    """−A·log π (REINFORCE, Williams 1992). ``old_logprobs`` are optional: it does not read them, but with them it reports
+    how far the policy moved. Take one optimiser step a batch: nothing bounds a second one."""
+
+    examples: ClassVar[Examples] = ({}, {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01})
 
     def __call__(
         self,
         rollouts: Rollouts,
         advantages: Advantages,
-        old_logprobs: OldLogprobs,
+        old_logprobs: OldLogprobs | None = None,
         ref_logprobs: RefLogprobs | None = None,
+        importance_weights: ImportanceWeights | None = None,
     ) -> LossTerm:
-        return self.term(rollouts=rollouts, advantages=advantages, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+        return self.term(
+            rollouts=rollouts,
+            advantages=advantages,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            importance_weights=importance_weights,
+        )
 
-    def token_losses(self, current: Current, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.functional.kl import kl_estimate
+    def surrogate(self, tokens: PolicyTokens) -> Tensor:
+        from flowrl.functional.policy_losses import reinforce_loss
 
-        losses, metrics = self.surrogate(current, inputs["rollouts"], inputs["advantages"], inputs["old_logprobs"])
-        reference: RefLogprobs | None = inputs.get("ref_logprobs")
-        if reference is not None:
-            assert current.logprobs is not None
-            kl = kl_estimate(current.logprobs, reference.ref_logprobs.values, self.kl_estimator)
-            losses = losses + self.kl_coef * kl if self.kl_coef else losses
-            metrics["kl"] = kl.detach()
-        return losses, metrics
-
-
-class ValueLoss(TokenLoss):
-    """Half the squared error of the values, optionally clipped around the old ones (PPO, arXiv 1707.06347).
-
-    Args:
-        value_head: the head that is trained, where it sits on the policy's trunk; None for a ``ValueModel``.
-        clip: values count only within so much of the old ones; None does not clip.
-
-    Metrics: ``value_mean``, ``value_error`` (mean squared error), ``value_clip_fraction``.
-    """
-
-    value_head: ValueHead | None = None
-    clip: float | None = None
-
-    requires: ClassVar[frozenset[str]] = frozenset({"values"})
-    joins: ClassVar[Mapping[str, Join]] = _ADVANTAGES_ANCHOR
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.clip is not None and not self.clip > 0:
-            found.append(f"clip is {self.clip}; expected more than 0, or None")
-        return found
-
-    def head(self) -> BaseModel | None:
-        return self.value_head
-
-    def __call__(self, rollouts: Rollouts, values: Values, advantages: Advantages) -> LossTerm:
-        return self.term(rollouts=rollouts, values=values, advantages=advantages)
-
-    def token_losses(self, current: Current, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        from flowrl.functional.losses import value_loss
-
-        assert current.values is not None
-        returns = inputs["advantages"].returns.values
-        losses, clipped = value_loss(current.values, returns, inputs["values"].values.values, clip=self.clip)
-        new = current.values.detach()
-        metrics = {"value_mean": new, "value_error": (new - returns) ** 2}
-        if self.clip is not None:
-            metrics["value_clip_fraction"] = clipped
-        return losses, metrics
+        return reinforce_loss(tokens.logprobs, tokens.advantages)
 
 
-class SFTLoss(TokenLoss):
-    """Negative log-likelihood of demonstrations. Metric: ``nll``, its mean over target tokens."""
+class GPGLoss(ReinforceLoss):
+    """Group policy gradient (arXiv 2504.02546): −A·log π without clip, reference or old policy. What is its own is the
+    advantage: that of GPG scales a batch by its share of prompts that teach something."""
 
-    def __call__(self, demonstrations: Demonstrations) -> LossTerm:
-        return self.term(demonstrations=demonstrations)
-
-    def token_losses(self, current: Current, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        assert current.logprobs is not None
-        return -current.logprobs, {"nll": -current.logprobs.detach()}
-
-
-def kl_problems(kl_coef: float, kl_estimator: str) -> Iterable[str]:
-    """What is wrong with the settings of a KL penalty, a sentence each."""
-    from flowrl.functional.kl import KL_ESTIMATORS
-
-    if not kl_coef >= 0:
-        yield f"kl_coef is {kl_coef}; expected at least 0"
-    if kl_estimator not in KL_ESTIMATORS:
-        yield f"kl_estimator is {kl_estimator!r}; expected one of {', '.join(KL_ESTIMATORS)}"
+    examples: ClassVar[Examples] = ({},)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from flowrl import context
 from flowrl.batches import OldLogprobs, RefLogprobs, Rewards, Rollouts, Sequences
 from flowrl.errors import BatchError, GraphError, RewardError, nearest
-from flowrl.models import AnyModel
+from flowrl.models import AnyModel, State
 from flowrl.nodes import reward_function
 from flowrl.nodes.advantage import kl_penalty
 from flowrl.nodes.base import Join, Node
+from flowrl.nodes.kl_control import coefficient, coefficient_problems
 from flowrl.nodes.policy_losses import kl_problems
 from flowrl.nodes.reward_function import RewardCall, RowResult
 from flowrl.ragged import Ragged
@@ -228,6 +229,9 @@ class RewardModelScore(Node):
     Args:
         reward_model: a ``RewardModel``.
         component: the name of the score among the reward's components; by default the model's.
+
+    Shapes: a number a row. Clip and normalise it with ``ClipReward`` and ``RunningNormalization``, sum several with
+    ``WeightedSum``. A score that is not finite makes its row invalid. Reports ``<component>_mean`` over valid rows.
     """
 
     reward_model: AnyModel
@@ -240,8 +244,12 @@ class RewardModelScore(Node):
             yield f"reward_model is {self.reward_model!r}; expected a RewardModel"
 
     def __call__(self, sequences: Sequences) -> Rewards:
-        score = self.reward_model.bound_engine().score(sequences)
-        return rewards_like(sequences, **{self.component or self.reward_model.name: score})
+        name = self.component or self.reward_model.name
+        rewards = rewards_like(sequences, **{name: self.reward_model.bound_engine().score(sequences)})
+        valid = rewards.valid.bool()
+        if bool(valid.any()):
+            context.report(f"{name}_mean", float(rewards.components[name][valid].double().mean()))
+        return rewards
 
 
 class WeightedSum(Node):
@@ -297,10 +305,10 @@ class WeightedSum(Node):
         for place, reward in enumerate(rewards):
             factor = by_place[place] if by_place else 1.0
             for name, column in reward.components.items():
-                rows[_distinct(name, rows, tokens)] = factor * by_name.get(name, 1.0) * column
+                rows[distinct_name(name, rows, tokens)] = factor * by_name.get(name, 1.0) * column
             for name, column in reward.token_components.items():
                 scaled = column.with_values(factor * by_name.get(name, 1.0) * column.values)
-                tokens[_distinct(name, rows, tokens)] = scaled
+                tokens[distinct_name(name, rows, tokens)] = scaled
             valid = valid & reward.valid
             reasons = [a or b for a, b in zip(reasons, reward.reasons, strict=True)]
         first = rewards[0]
@@ -311,11 +319,13 @@ class KLPenalty(Node):
     """Rewards with a penalty on each policy token: the token component "kl", −``coef`` times the KL estimate.
 
     Args:
-        coef: its weight.
+        coef: its weight: a number, or a State that is read when the node runs (``AdaptiveKL`` writes one).
         estimator: see :func:`flowrl.functional.kl.kl_estimate`.
+
+    Reports ``kl_coef`` where it is a State. Observations, and rows without a policy token, are not penalised.
     """
 
-    coef: float
+    coef: float | State
     estimator: str = "k1"
 
     kind: ClassVar[str] = "reward"
@@ -326,17 +336,21 @@ class KLPenalty(Node):
     }
 
     def problems(self) -> Iterable[str]:
-        return kl_problems(self.coef, self.estimator)
+        yield from coefficient_problems(self.coef)
+        yield from kl_problems(0.0, self.estimator)
 
     def __call__(
         self, rollouts: Rollouts, rewards: Rewards, old_logprobs: OldLogprobs, ref_logprobs: RefLogprobs
     ) -> Rewards:
-        penalty = kl_penalty(rollouts, self.coef, self.estimator, old_logprobs, ref_logprobs, node=self.name)
-        name = _distinct("kl", rewards.components, rewards.token_components)
+        coef = coefficient(self.coef)
+        if isinstance(self.coef, State):
+            context.report("kl_coef", coef)
+        penalty = kl_penalty(rollouts, coef, self.estimator, old_logprobs, ref_logprobs, node=self.name)
+        name = distinct_name("kl", rewards.components, rewards.token_components)
         return replace(rewards, token_components={**rewards.token_components, name: penalty})
 
 
-def _distinct(name: str, *taken: Mapping[str, Any]) -> str:
+def distinct_name(name: str, *taken: Mapping[str, Any]) -> str:
     """``name``, or the first of ``name_2``, ``name_3``, … that no mapping holds."""
     candidate, number = name, 1
     while any(candidate in t for t in taken):

@@ -12,11 +12,13 @@ from flowrl.batches import Advantages, Demonstrations, OldLogprobs, RefLogprobs,
 from flowrl.models import AnyModel, BaseModel, State, ValueHead
 from flowrl.nodes.base import Node
 from flowrl.nodes.loss import Aggregation, LossTerm
-from flowrl.nodes.policy_losses import GRPOLoss, PPOLoss, SFTLoss, ValueLoss
+from flowrl.nodes.policy_losses import GRPOLoss, PolicyLoss, PPOLoss
+from flowrl.nodes.sft import SFTLoss
 from flowrl.nodes.updater import AdamW, Updater
+from flowrl.nodes.value_loss import ValueLoss
 
 
-class OneTermUpdater(Node):
+class OneLossUpdater(Node):
     """The settings of :class:`flowrl.nodes.updater.Updater`, for an updater with one loss term."""
 
     model: AnyModel | None = None
@@ -24,8 +26,6 @@ class OneTermUpdater(Node):
     num_minibatches: int = 1
     optimizer: AdamW = field(default_factory=AdamW)
     max_grad_norm: float | None = 1.0
-    aggregation: Aggregation = field(default="token-mean", kw_only=True)
-    scale: float = field(default=1.0, kw_only=True)
 
     kind: ClassVar[str] = "updater"
     composite: ClassVar[bool] = True
@@ -42,20 +42,48 @@ class OneTermUpdater(Node):
         return updater(term)
 
 
+class PolicyUpdater(OneLossUpdater):
+    """``Updater(model, …)(loss(rollouts, advantages, old_logprobs, ref_logprobs))`` for any policy loss:
+    ``PolicyUpdater(actor, loss=GSPOLoss())``; for the settings see the two.
+    """
+
+    loss: PolicyLoss = field(default_factory=PPOLoss, kw_only=True)
+
+    def wiring_problems(self, given: frozenset[str]) -> Iterable[str]:
+        """The short form asks here whether reference log-probs are to be wired."""
+        yield from self.loss.wiring_problems(given)
+
+    def __call__(
+        self,
+        rollouts: Rollouts,
+        advantages: Advantages,
+        old_logprobs: OldLogprobs,
+        ref_logprobs: RefLogprobs | None = None,
+    ) -> TrainStats:
+        return self.update(self.loss(rollouts, advantages, old_logprobs, ref_logprobs))
+
+
+class OneTermUpdater(OneLossUpdater):
+    """The settings of an updater and of the aggregation of its one token loss."""
+
+    aggregation: Aggregation = field(default="token-mean", kw_only=True)
+    scale: float = field(default=1.0, kw_only=True)
+
+
 class PPOUpdater(OneTermUpdater):
     """``Updater(model, …)(PPOLoss(…)(rollouts, advantages, old_logprobs))``; for the settings see the two."""
 
     clip: float = field(default=0.2, kw_only=True)
     clip_high: float | None = field(default=None, kw_only=True)
     dual_clip: float | None = field(default=None, kw_only=True)
-    entropy_coef: float = field(default=0.0, kw_only=True)
+    entropy_coef: float | State = field(default=0.0, kw_only=True)
 
     def __call__(self, rollouts: Rollouts, advantages: Advantages, old_logprobs: OldLogprobs) -> TrainStats:
         loss = PPOLoss(
             self.clip,
             self.clip_high,
             self.dual_clip,
-            self.entropy_coef,
+            entropy_coef=self.entropy_coef,
             aggregation=self.aggregation,
             scale=self.scale,
         )
@@ -70,8 +98,8 @@ class GRPOUpdater(OneTermUpdater):
     clip: float = field(default=0.2, kw_only=True)
     clip_high: float | None = field(default=None, kw_only=True)
     dual_clip: float | None = field(default=None, kw_only=True)
-    entropy_coef: float = field(default=0.0, kw_only=True)
-    kl_coef: float = field(default=0.0, kw_only=True)
+    entropy_coef: float | State = field(default=0.0, kw_only=True)
+    kl_coef: float | State = field(default=0.0, kw_only=True)
     kl_estimator: str = field(default="k3", kw_only=True)
 
     def wiring_problems(self, given: frozenset[str]) -> Iterable[str]:
@@ -89,9 +117,9 @@ class GRPOUpdater(OneTermUpdater):
             self.clip,
             self.clip_high,
             self.dual_clip,
-            self.entropy_coef,
-            self.kl_coef,
-            self.kl_estimator,
+            entropy_coef=self.entropy_coef,
+            kl_coef=self.kl_coef,
+            kl_estimator=self.kl_estimator,
             aggregation=self.aggregation,
             scale=self.scale,
         )

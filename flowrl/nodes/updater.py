@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from flowrl import context
-from flowrl.batches import TrainStats
+from flowrl.batches import Sequences, TrainStats
 from flowrl.models import AnyModel, BaseModel, State
 from flowrl.nodes.base import Node
+from flowrl.nodes.logprobs import scoring_temperature
 from flowrl.nodes.loss import LossTerm, TermRows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flowrl.runtime.engines.base import Engine
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class Updater(Node):
         result = None
         for epoch in range(self.epochs):
             for rows in zip(*(self._minibatches(term, epoch) for term in terms), strict=True):
-                batch = [_term_rows(term.select(index)) for term, index in zip(terms, rows, strict=True) if len(index)]
+                parts = [term.select(index) for term, index in zip(terms, rows, strict=True) if len(index)]
+                batch = [term_rows(part, engine) for part in parts]
                 if not batch:
                     continue
                 result = engine.train_step(batch, self.optimizer, max_grad_norm=self.max_grad_norm)
@@ -159,5 +163,18 @@ class Updater(Node):
         return [torch.tensor(part, dtype=torch.int64) for part in parts]
 
 
-def _term_rows(term: LossTerm) -> TermRows:
-    return TermRows(term, term.loss.prepare(**term.inputs), term.loss.count(**term.inputs))
+@dataclass(frozen=True)
+class EngineScorer:
+    """Answers the questions of :meth:`flowrl.nodes.loss.Loss.prepare` with an engine's scoring pass."""
+
+    engine: Engine
+
+    def logprobs(self, sequences: Sequences) -> Tensor:
+        """float32 ``[num_tokens]``, detached, at the temperature that the responses were sampled at."""
+        return self.engine.logprobs(sequences, temperature=scoring_temperature(sequences)).logprobs.values
+
+
+def term_rows(term: LossTerm, engine: Engine) -> TermRows:
+    """The rows of one optimiser step with their constants and their count."""
+    loss = term.loss
+    return TermRows(term, loss.prepare(EngineScorer(engine), **term.inputs), loss.count(**term.inputs))

@@ -67,7 +67,7 @@ def run_iteration(
         namespace: put before every label where randomness is drawn, so that an evaluation differs from the training flow.
 
     Raises:
-        ExhaustedError: a filter let too few groups through, and does not train short or carry over.
+        ExhaustedError: a filter let too few groups through, and is to fail then.
     """
     done = Iteration()
     runner = _Runner(program, done, draw, seed, iteration, namespace)
@@ -175,7 +175,9 @@ class _Runner:
                 parts[call.label].append(values[call.label])
             for call in calls:
                 if call.label in filters:
-                    filters[call.label].count(read(next(iter(call.bindings())), values), values[call.label])
+                    node: Any = call.node
+                    given: Any = call.arguments[node.filtered_port()]
+                    filters[call.label].count(read(given, values), values[call.label])
             self.done.pulls += 1
         self.done.pulls -= 1
         for label, batches in parts.items():
@@ -191,9 +193,10 @@ class _Runner:
             self.done.carried = {label: rows_of(value, kept) for label, value in self.done.values.items()}
 
     def _exhausted(self, short: Sequence[_Filter]) -> bool:
-        """What filters that let too few groups through do about it: whether the groups are carried over."""
+        """What filters that let too few groups through do about it: whether the groups are carried over. One that trains short
+        trains on nothing where nothing came through."""
         for each in short:
-            if each.on_exhausted == "fail" or not each.passed:
+            if each.on_exhausted == "fail":
                 raise ExhaustedError(
                     f"{each.label} let {each.passed} of {each.target} groups through in {self.done.pulls} pulls",
                     expected=f"{each.target} groups, the batch_size of its source",

@@ -18,7 +18,7 @@ from typing import Any
 from flowrl import context
 from flowrl.batches import Batch, Rewards
 from flowrl.compiler.plan import Program
-from flowrl.errors import CheckpointError, FlowError, NonFiniteError, UnsupportedError, nearest
+from flowrl.errors import CheckpointError, ExhaustedError, FlowError, NonFiniteError, UnsupportedError, nearest
 from flowrl.models import BaseModel, DerivedModel, Ema, Frozen, Model, Snapshot, State
 from flowrl.runtime import checkpoint as ckpt
 from flowrl.runtime.dumps import dump_edges
@@ -111,6 +111,7 @@ class LocalRuntime:
 
         Raises:
             NonFiniteError: more than ``max_nonfinite_steps`` iterations in a row had a non-finite step.
+            ExhaustedError: more than ``max_empty_steps`` iterations in a row trained nothing.
             FlowError: whatever a node or the data raise; the last checkpoint stays.
         """
         settings, state = self.settings, self.state
@@ -204,12 +205,24 @@ class LocalRuntime:
             display.message(
                 f"Step {number}: too few groups passed the filter; they are carried over, nothing was updated."
             )
-        elif row.get("empty_updates"):
-            display.message(
-                f"Step {number}: nothing was trained: no row reached an updater (were all rewards invalid?)."
-            )
+        state.empty_in_a_row = state.empty_in_a_row + 1 if row.get("empty_updates") else 0
+        if row.get("empty_updates"):
+            self._empty(number, metrics, display)
         if bad:
             self._nonfinite(number, done, metrics, display)
+
+    def _empty(self, number: int, metrics: MetricsLog, display: Display) -> None:
+        limit, count = self.settings.max_empty_steps, self.state.empty_in_a_row
+        why = "were all rewards invalid, or did a filter drop every group?"
+        display.message(f"Step {number}: nothing was trained: no row reached an updater ({why}).")
+        if count > limit:
+            metrics.flush()
+            raise ExhaustedError(
+                f"{count} iterations in a row trained nothing: no row reached an updater",
+                expected=f"at most {limit} (max_empty_steps)",
+                received=f"the last one at step {number}",
+                do=f"look at reward/invalid and at the filters' acceptance in {self.folder.path}: {why}",
+            )
 
     def _nonfinite(self, number: int, done: Iteration, metrics: MetricsLog, display: Display) -> None:
         limit, count = self.settings.max_nonfinite_steps, self.state.nonfinite_in_a_row

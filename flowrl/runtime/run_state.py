@@ -35,6 +35,7 @@ class Settings:
     keep_best: str | None = None
     time_limit: float | None = None
     max_nonfinite_steps: int = 3
+    max_empty_steps: int = 20
     dump_steps: tuple[int, ...] = ()
     samples_every: int = 10
     progress: bool = True
@@ -49,6 +50,7 @@ class RunState:
         step: completed iterations.
         cursors: by source name, the number of the next draw.
         nonfinite_in_a_row: iterations up to now whose optimiser steps were skipped.
+        empty_in_a_row: iterations up to now in which an updater had no row to train on.
         best_value: of the metric ``keep_best``, at step ``best_step``.
         carried: what filters carry over to the next iteration: by label, rows.
     """
@@ -56,6 +58,7 @@ class RunState:
     step: int = 0
     cursors: dict[str, int] = field(default_factory=dict)
     nonfinite_in_a_row: int = 0
+    empty_in_a_row: int = 0
     best_value: float | None = None
     best_step: int | None = None
     carried: dict[str, Any] = field(default_factory=dict)

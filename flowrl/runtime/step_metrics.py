@@ -14,12 +14,12 @@ from flowrl.runtime.interpreter import Iteration, read
 def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
     """Metrics by name, all plain numbers.
 
-    The first rollout and the first updater give the plain names; further ones put their label, or the name of what they write,
-    before them. ``reward/mean`` is over valid rows; ``entropy`` is that of the trained distribution where a loss computes it,
-    else the sampler's, estimated from its samples; ``kl_before_update`` is the mean of log π − log π_ref over policy
-    tokens, and so is ``kl`` where no loss reports its own estimate;
-    ``logprob_difference/…`` compares the sampler's log-probs with the trainer's (law 10); ``ess`` is the effective sample size
-    of the importance ratios.
+    The first rollout and the first updater give the plain names; further ones put their label, or the name of what they
+    write, before them. ``reward/mean`` is over valid rows, before a normalisation that would make it 0; ``entropy`` is that
+    of the trained distribution where a loss computes it, else the sampler's, estimated from its samples;
+    ``kl_before_update`` is the mean of log π − log π_ref over policy tokens, and so is ``kl`` where no loss reports its own
+    estimate; ``logprob_difference/…`` compares the sampler's log-probs with the trainer's (law 10); ``ess`` is the effective
+    sample size of the importance ratios.
     """
     out: dict[str, float] = {}
     trained = [c for c in program.calls if isinstance(done.values.get(c.label), TrainStats)]
@@ -29,7 +29,7 @@ def step_metrics(program: Program, done: Iteration) -> dict[str, float]:
         value = done.values.get(call.label)
         if isinstance(value, Rollouts) and call.node.kind == "rollout":
             _rollouts(out, value, "" if call.label == samplers[0] else f"{call.label}/")
-        elif isinstance(value, Rewards):
+        elif isinstance(value, Rewards) and not getattr(call.node, "rescales", False):
             sampler = _sampler_above(program, call)
             _rewards(out, value, "" if sampler is None or sampler == samplers[0] else f"{sampler}/")
         elif isinstance(value, TrainStats):

@@ -117,7 +117,8 @@ def _is_live(model: Model) -> bool:
 
 def _refuse_shared_module(model: Model, bindings: Bindings) -> None:
     """Two Models on one live module would be one set of weights with two identities: a reference would drift unseen."""
-    if not _is_live(model) or model.kind == "value":  # a critic copies the body that it starts from
+    # A critic copies the body that it starts from, and so does a reward model with a new head.
+    if not _is_live(model) or model.kind == "value" or getattr(model, "new_head", False):
         return
     for other in bindings.engines:
         if isinstance(other, Model) and other.source is model.source and other.kind == model.kind:

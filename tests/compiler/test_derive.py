@@ -74,7 +74,7 @@ class OwnSums(PPOLoss):
 
 
 class Prepares(PPOLoss):
-    def prepare(self, **inputs: Any) -> Any:
+    def prepare(self, policy: Any, **inputs: Any) -> Any:
         return inputs["old_logprobs"].old_logprobs.values.mean()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flowrl
 from flowrl.batches import Demonstrations, Prompts, SpanKind
 from flowrl.data import Dataset, DemonstrationDataset, PromptDataset
 from flowrl.data.datasets import permutation
@@ -249,3 +251,13 @@ def test_missing_completion_column() -> None:
 def test_permutation_is_one() -> None:
     for n in (1, 2, 1000):
         assert np.array_equal(np.sort(permutation(5, n)), np.arange(n))
+
+
+def test_a_demonstration_that_is_too_long_is_found_before_training(tmp_path: Path) -> None:
+    actor = tiny_actor()
+    rows = [{"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "c" * 300}]
+    data = DemonstrationDataset.from_rows(rows, tokenizer=actor)
+    demonstrations = flowrl.source(flowrl.Demonstrations, name="demos", batch_size=1)
+    flow = flowrl.RLFlow.from_outputs(flowrl.SFTUpdater(actor)(demonstrations))
+    with pytest.raises(DataError, match=r"rows, row 2 is longer than the model takes. Expected at most 256 tokens"):
+        flowrl.run(flow, data, 1, out=tmp_path / "run", progress=False)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import FlowError
-from flowrl.functional.aggregation import AGGREGATIONS, aggregate, aggregation_count
+from flowrl.functional.aggregation import AGGREGATIONS, aggregate, aggregation_count, row_means, tokens_per_row
 from flowrl.nodes.loss import Aggregation
 from flowrl.ragged import Ragged
 
@@ -70,3 +70,19 @@ def test_law_1_parts_add_up(rows: list[list[tuple[bool, float]]], cut: int, mode
         assert [c for _, c in pieces] == [None, None]
     else:
         assert sum(float(c) for _, c in pieces if c is not None) == float(whole[1])
+
+
+def test_row_means_by_hand() -> None:
+    values = LOSSES.clone().requires_grad_()
+    means = row_means(values, MASK)
+    assert means.tolist() == [1.5, 9.0, 0.0, 0.0] and tokens_per_row(MASK).tolist() == [2, 1, 0, 0]
+    means.sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [0.5, 0.0, 0.5, 1.0, 0.0]
+    assert row_means(torch.zeros(0), Ragged.from_rows([], torch.uint8)).tolist() == []
+
+
+def test_row_means_of_long_rows_are_summed_in_float64() -> None:
+    """In float32, 16 million and ones stop adding up."""
+    values = torch.tensor([2.0**24] + [1.0] * 8)
+    mean = row_means(values, Ragged.from_rows([[1] * 9], torch.uint8))
+    assert mean.dtype == torch.float32 and float(mean) == pytest.approx((2**24 + 8) / 9, abs=0.1)

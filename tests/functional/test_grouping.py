@@ -17,6 +17,8 @@ def test_groups_by_hand() -> None:
     assert groups.std(values).tolist() == pytest.approx([0.0, 4.5**0.5, 0.0])
     assert groups.max(values).tolist() == [5.0, 4.0, -2.0]
     assert groups.min(values).tolist() == [5.0, 1.0, -2.0]
+    assert groups.varied(values).tolist() == [False, True, False]
+    assert groups.varied(values, torch.tensor([True, True, False, False])).tolist() == [False] * 3
 
 
 def test_nan_outside_of_the_selection_does_not_count() -> None:

@@ -23,6 +23,18 @@ def test_fewer_than_two_values(mask: list[bool]) -> None:
 
 def test_equal_values_whiten_to_zero() -> None:
     assert masked_whiten(torch.full((5,), 0.1), torch.ones(5, dtype=torch.bool)).tolist() == [0.0] * 5
+    exact = torch.full((3,), 0.1, dtype=torch.float64)  # their float64 sum over 3 is not 0.1
+    assert masked_whiten(exact, torch.ones(3, dtype=torch.bool)).tolist() == [0.0] * 3
+
+
+def test_the_order_of_values_does_not_matter_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1000, generator=generator) * 10 ** torch.randint(-4, 4, (1000,), generator=generator)
+    mask = torch.rand(1000, generator=generator) < 0.7
+    whitened = masked_whiten(values, mask)
+    for _ in range(5):
+        order = torch.randperm(1000, generator=generator)
+        assert torch.equal(masked_whiten(values[order], mask[order]), whitened[order])
 
 
 def test_explained_variance() -> None:

@@ -294,7 +294,7 @@ def warm_up() -> None:
     import flowrl.checks
     import flowrl.data
     import flowrl.functional.advantages
-    import flowrl.functional.losses
+    import flowrl.functional.policy_losses
     import flowrl.runtime.engines.transformers
     import flowrl.runtime.local
     import flowrl.runtime.manifest

@@ -29,6 +29,7 @@ from flowrl import (
 )
 from flowrl.context import Bindings, use_bindings
 from flowrl.nodes.loss import LossTerm, TermRows
+from flowrl.nodes.updater import term_rows
 from flowrl.runtime.engines import transformers_training
 from flowrl.runtime.engines.transformers_network import Network
 from flowrl.runtime.worker import open_engine
@@ -131,7 +132,8 @@ def test_data_parallel_row_shares(
 
     def gradient(index: torch.Tensor) -> Gradient:
         gradients.clear()
-        share = [TermRows(t.select(index), t.loss.prepare(**t.inputs), t.loss.count(**t.inputs)) for t in terms]
+        whole = [term_rows(t, engine) for t in terms]
+        share = [TermRows(t.term.select(index), t.constants, t.count) for t in whole]
         engine.train_step(share, FAST, max_grad_norm=None)
         return gradients[0][1]
 

@@ -1,120 +1,148 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.batches import LogprobOrigin, OldLogprobs, RefLogprobs, Rewards, Rollouts, Values
-from flowrl.context import StepContext, use_step
-from flowrl.errors import AlignmentError, GraphError, GroupSizeError, RewardError
-from flowrl.nodes import GAE, GroupAdvantage, rewards_like
-from flowrl.ragged import Ragged
+from flowrl.batches import Advantages, OldLogprobs, RefLogprobs
+from flowrl.context import Bindings, use_bindings
+from flowrl.errors import GraphError, GroupSizeError
+from flowrl.models import State
+from flowrl.nodes import GAE, rewards_like
+from flowrl.nodes.advantage import AdvantageEstimator
+from tests.nodes.advantage_cases import (
+    ESTIMATORS,
+    NAN,
+    ORIGIN,
+    conversations,
+    first_values,
+    inputs,
+    name_of,
+    run,
+    values_of,
+    with_invalid,
+)
 from tests.tiny import recorded_rollouts
 
-NAN = float("nan")
-ORIGIN = LogprobOrigin("tiny", 0, "test", "float32")
+every_estimator = pytest.mark.parametrize("node", ESTIMATORS, ids=name_of)
 
 
-def with_invalid(rewards: Rewards, *rows: int) -> Rewards:
-    valid = rewards.valid.clone()
-    valid[list(rows)] = 0
-    reasons = tuple("timed out" if i in rows else "" for i in range(rewards.num_rows))
-    components = {n: torch.where(valid.bool(), c, NAN) for n, c in rewards.components.items()}
-    return replace(rewards, valid=valid, reasons=reasons, components=components)
+def _no_engine(*_: object):
+    raise AssertionError("nothing here opens an engine")
 
 
-def values_of(rollouts: Rollouts, number: float = 0.0) -> Values:
-    column = rollouts.loss_mask.with_values(torch.full((len(rollouts.loss_mask.values),), number))
-    return Values(rollouts.prompt_id, rollouts.sample_id, column)
+def same(a: Advantages, b: Advantages) -> bool:
+    """Equal rows by id, in any order, bit for bit."""
+    place = {tuple(ids): i for i, ids in enumerate(a.row_ids.tolist())}
+    return a.num_rows == b.num_rows and a.select([place[tuple(ids)] for ids in b.row_ids.tolist()]) == b
 
 
-def run(node, *arguments, **named):
-    """The node's result and what it reported."""
-    reported: dict[str, float] = {}
-    with use_step(StepContext(report=reported.__setitem__)):
-        return node(*arguments, **named), reported
+def joined(parts: Sequence[Advantages]) -> dict[tuple[int, ...], tuple[list[float], list[float]]]:
+    """Advantages and returns by row id."""
+    rows = {}
+    for part in parts:
+        columns = part.advantages.to_lists(), part.returns.to_lists()
+        rows |= dict(zip(map(tuple, part.row_ids.tolist()), zip(*columns, strict=True), strict=True))
+    return rows
 
 
-def first_values(column: Ragged) -> list[float]:
-    """Of each row the value at its first token; None for an empty row."""
-    return [row[0] if row else None for row in column.to_lists()]
+class TestEveryEstimator:
+    """Laws of every estimator of the package, with every setting that changes its formula."""
 
+    @every_estimator
+    def test_conversations_give_finite_numbers_and_zeros_at_observations(self, node: AdvantageEstimator) -> None:
+        rollouts, rewards = conversations()
+        assert list(node.problems()) == []
+        advantages = node(**inputs(node, rollouts, rewards))
+        mask = rollouts.loss_mask
+        assert advantages.advantages.lengths.tolist() == mask.lengths.tolist()
+        for column in (advantages.advantages.values, advantages.returns.values):
+            assert bool(column.isfinite().all())
+            assert set(column[~mask.values.bool()].tolist()) == {0.0}
+            assert bool(column.any())
 
-class TestGroupAdvantage:
-    rollouts = recorded_rollouts(2, 3, response_lengths=(2, 1, 3))
-    rewards = rewards_like(rollouts, score=[0.0, 1.0, 2.0, 5.0, 5.0, 5.0])
-
-    def test_by_hand(self) -> None:
-        advantages, reported = run(GroupAdvantage(eps=1e-9), self.rollouts, self.rewards)
-        want = [[-1.0, -1.0], [0.0], [1.0, 1.0, 1.0], [0.0, 0.0], [0.0], [0.0, 0.0, 0.0]]
-        assert advantages.advantages.to_lists() == want
-        assert first_values(advantages.returns) == [0.0, 1.0, 2.0, 5.0, 5.0, 5.0]
-        assert reported["degenerate_groups"] == 1 and reported["dropped_rows"] == 0
-
-    def test_settings_choose_the_estimator(self) -> None:
-        rewards = rewards_like(self.rollouts, score=[0.0, 1.0, 5.0, 0.0, 0.0, 0.0])
-        plain, _ = run(GroupAdvantage(normalize_by_std=False), self.rollouts, rewards)
-        assert first_values(plain.advantages)[:3] == [-2.0, -1.0, 3.0]
-        left_out, _ = run(GroupAdvantage(normalize_by_std=False, leave_one_out=True), self.rollouts, rewards)
-        assert first_values(left_out.advantages)[:3] == [-3.0, -1.5, 4.5]
-
-    def test_degenerate_groups_may_be_dropped(self) -> None:
-        advantages, reported = run(GroupAdvantage(degenerate="drop"), self.rollouts, self.rewards)
-        assert advantages.prompt_id.tolist() == [0, 0, 0]
-        assert reported["dropped_rows_degenerate"] == 3
-
-    @pytest.mark.parametrize(
-        ("invalid", "rows", "kept", "too_small"),
-        [
-            ("drop_row", (1,), [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2)], 0),
-            ("drop_row", (1, 2), [(1, 0), (1, 1), (1, 2)], 1),  # one is left of prompt 0: nothing to compare it with
-            ("drop_group", (1,), [(1, 0), (1, 1), (1, 2)], 0),
-            ("drop_row", (0, 1, 2, 3, 4, 5), [], 0),
-        ],
-    )
-    def test_invalid_rewards(self, invalid, rows, kept, too_small) -> None:
-        advantages, reported = run(GroupAdvantage(invalid=invalid), self.rollouts, with_invalid(self.rewards, *rows))
-        assert list(map(tuple, advantages.row_ids.tolist())) == kept
-        assert reported["dropped_rows"] == 6 - len(kept)
-        assert reported["dropped_rows_invalid"] == len(rows)
-        assert reported["dropped_rows_group_too_small"] == too_small
-        assert bool(advantages.advantages.values.isfinite().all())
-
-    def test_an_invalid_reward_may_fail_the_step(self) -> None:
-        with pytest.raises(RewardError, match=r"2 of 6 .*timed out"):
-            GroupAdvantage(invalid="fail")(self.rollouts, with_invalid(self.rewards, 1, 4))
-
-    def test_groups_of_one_are_refused(self) -> None:
-        with pytest.raises(GroupSizeError, match=r"at least 2 rollouts.* 1 of prompt_id 1\b"):
-            GroupAdvantage()(self.rollouts.select([0, 1, 5]), self.rewards)
-
-    def test_a_filter_may_have_taken_rollouts_away_but_not_rewards(self) -> None:
-        kept = self.rollouts.select([0, 1, 2])
-        assert GroupAdvantage()(kept, self.rewards).num_rows == 3
-        with pytest.raises(AlignmentError):
-            GroupAdvantage()(self.rollouts, self.rewards.select([0, 1, 2]))
-
-    def test_observations_get_no_advantage(self) -> None:
-        rollouts = recorded_rollouts(1, 2, response_lengths=(5, 2), observations=True)
-        advantages = GroupAdvantage(normalize_by_std=False)(rollouts, rewards_like(rollouts, s=[0.0, 2.0]))
-        assert advantages.advantages.to_lists() == [[-1.0, -1.0, 0.0, 0.0, -1.0], [1.0, 1.0]]
-
-    @settings(max_examples=30, deadline=None)
+    @every_estimator
+    @settings(max_examples=3, deadline=None)
     @given(
         st.permutations(range(8)),
         st.lists(st.floats(-2, 2, width=32) | st.just(NAN), min_size=8, max_size=8),
         st.sampled_from(["drop_row", "drop_group"]),
-        st.sampled_from(["zero", "drop"]),
+        st.sampled_from([NAN, float("inf")]),
     )
-    def test_law_9_equivariant_to_row_order(self, order, scores, invalid, degenerate) -> None:
-        rollouts = recorded_rollouts(2, 4)
-        rewards = rewards_like(rollouts, score=scores)
-        node = GroupAdvantage(invalid=invalid, degenerate=degenerate)
-        straight, shuffled = node(rollouts, rewards), node(rollouts.select(order), rewards)
-        place = {tuple(ids): i for i, ids in enumerate(straight.row_ids.tolist())}
-        assert straight.select([place[tuple(ids)] for ids in shuffled.row_ids.tolist()]) == shuffled
-        assert straight.num_rows == shuffled.num_rows
+    def test_order_of_rows_and_what_is_masked_change_nothing(self, node, order, scores, invalid, poison) -> None:
+        """Law 9, bit for bit; NaN is an invalid reward."""
+        rollouts, rewards = conversations(scores)
+        node = replace(node, invalid=invalid)
+        shuffled = rollouts.select(order)
+        straight = node(**inputs(node, rollouts, rewards))
+        assert same(straight, node(**inputs(node, shuffled, rewards.select(order), poison=poison)))
+        assert bool(straight.advantages.values.isfinite().all())
+
+    @every_estimator
+    def test_no_rows_give_no_rows(self, node: AdvantageEstimator) -> None:
+        rollouts, rewards = conversations()
+        nothing = node(**inputs(node, rollouts.select([]), rewards))
+        assert nothing.num_rows == 0 and len(nothing.returns.values) == 0
+
+    @every_estimator
+    def test_where_all_rewards_are_invalid_no_row_is_left(self, node: AdvantageEstimator) -> None:
+        rollouts, rewards = conversations([1.0] * 8)
+        nothing, reported = run(node, **inputs(node, rollouts, with_invalid(rewards, *range(8))))
+        assert nothing.num_rows == 0
+        assert reported["dropped_rows"] == reported["dropped_rows_invalid"] == 8
+
+    @every_estimator
+    def test_where_all_rewards_are_equal(self, node: AdvantageEstimator) -> None:
+        """What compares rows has exactly 0; the rest has what its formula says, and is finite."""
+        rollouts, rewards = conversations([0.1] * 8)
+        advantages, reported = run(node, **inputs(node, rollouts, rewards))
+        assert bool(advantages.advantages.values.isfinite().all())
+        if node.needs_groups > 1:
+            assert set(advantages.advantages.values.tolist()) <= {0.0}
+            assert reported["degenerate_groups"] == 2
+            assert advantages.num_rows == (0 if getattr(node, "degenerate", "zero") == "drop" else 8)
+
+    @every_estimator
+    def test_responses_of_zero_length(self, node: AdvantageEstimator) -> None:
+        """One in the first group, all but one in the second, and a third group of them. The rows stay."""
+        rollouts = recorded_rollouts(3, 3, response_lengths=(0, 3, 2, 0, 4, 0, 0, 0, 0))
+        rewards = rewards_like(rollouts, score=[0.0, 1.0, 3.0, 0.0, 2.0, 1.0, 5.0, 6.0, 7.0])
+        node = replace(node, degenerate="zero") if hasattr(node, "degenerate") else node
+        advantages = node(**inputs(node, rollouts, rewards))
+        assert advantages.num_rows == 9
+        assert advantages.advantages.lengths.tolist() == [0, 3, 2, 0, 4, 0, 0, 0, 0]
+        assert bool(advantages.advantages.values.isfinite().all())
+
+    @every_estimator
+    def test_groups_of_one(self, node: AdvantageEstimator) -> None:
+        """Refused where responses to one prompt are compared."""
+        rollouts, rewards = conversations()
+        lonely = rollouts.select([0, 1, 7])
+        if node.needs_groups > 1:
+            with pytest.raises(GroupSizeError, match=r"at least 2 rollouts.* 1 of prompt_id 1\b"):
+                node(**inputs(node, lonely, rewards))
+        else:
+            assert bool(node(**inputs(node, lonely, rewards)).advantages.values.isfinite().all())
+
+    @every_estimator
+    def test_a_batch_may_be_split_as_the_node_says(self, node: AdvantageEstimator) -> None:
+        """Split like that, every row has what it has in the whole; split further, some row has something else."""
+        rollouts, rewards = conversations([0.0, 1.0, 0.5, 2.0, 1.0, 3.0, 2.5, -1.0])
+        whole = joined([node(**inputs(node, rollouts, rewards))])
+        by_group = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+        def split(parts: list[list[int]]) -> dict[tuple[int, ...], tuple[list[float], list[float]]]:
+            return joined([node(**inputs(node, rollouts.select(rows), rewards)) for rows in parts])
+
+        if node.split == "rows":
+            assert split([[row] for row in range(8)]) == whole
+        elif node.split == "groups":
+            assert split(by_group) == whole
+            if node.needs_groups > 1:
+                assert split([[0, 1], [2, 3], [4, 5], [6, 7]]) != whole
+        else:
+            assert split(by_group) != whole
 
 
 class TestGae:
@@ -145,7 +173,26 @@ class TestGae:
         want = [[0.9, 0.95], [1.95], [], [3.85, 3.9, 3.95]]
         for got_row, want_row in zip(advantages.advantages.to_lists(), want, strict=True):
             assert got_row == pytest.approx(want_row)
-        assert reported["kl"] == pytest.approx(0.5)
+        assert reported["kl"] == pytest.approx(0.5) and reported["kl_coef"] == 0.1
+
+    def test_the_coefficient_may_be_a_state(self) -> None:
+        """Its value is read when the node runs: 0.1 at first, then what somebody has set."""
+        rewards = rewards_like(self.rollouts, score=[1.0, 2.0, 3.0, 4.0])
+        logprobs = self.logprobs(-1.0), self.logprobs(-1.5)
+        state = State("gae_kl_coef", 0.1)
+        node = GAE(lam=1.0, whiten=False, kl_coef=state)
+        assert node.states() == (state,) and list(node.problems()) == []
+        (missing,) = node.wiring_problems(frozenset())
+        assert "State 'gae_kl_coef'" in missing
+        with use_bindings(Bindings(open_engine=_no_engine)):
+            adaptive = node(self.rollouts, rewards, values_of(self.rollouts), *logprobs)
+            fixed = replace(node, kl_coef=0.1)(self.rollouts, rewards, values_of(self.rollouts), *logprobs)
+            assert adaptive == fixed
+            for number in (0.0, 0.4):
+                state.set(number)
+                adaptive, reported = run(node, self.rollouts, rewards, values_of(self.rollouts), *logprobs)
+                assert first_values(adaptive.advantages)[1] == pytest.approx(2.0 - number * 0.5)
+                assert reported["kl"] == pytest.approx(0.5) and reported["kl_coef"] == number
 
     def logprobs(self, number: float):
         column = values_of(self.rollouts, number).values
@@ -187,8 +234,8 @@ class TestGae:
 
 
 def test_problems() -> None:
-    assert list(GAE().problems()) == list(GroupAdvantage().problems()) == []
+    assert list(GAE().problems()) == []
     found = list(GAE(gamma=2.0, lam=-1.0, kl_coef=-1.0, kl_estimator="k9", invalid="ignore").problems())  # type: ignore[arg-type]
     assert [f.split(" ")[0] for f in found] == ["gamma", "lam", "kl_coef", "kl_estimator", "invalid"]
-    found = list(GroupAdvantage(eps=0.0, invalid="?", degenerate="?").problems())  # type: ignore[arg-type]
-    assert len(found) == 3
+    (found,) = GAE(kl_coef=State("kl", "much")).problems()
+    assert "kl_coef" in found and "number" in found

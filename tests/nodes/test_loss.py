@@ -29,11 +29,13 @@ from flowrl import (
 )
 from flowrl.batches import LogprobOrigin
 from flowrl.errors import EdgeTypeError, FlowError, GraphError
+from flowrl.nodes.loss import Scorer
 from tests.tiny import recorded_rollouts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+NO_POLICY: Any = None  # for losses that ask it nothing
 ORIGIN = LogprobOrigin("m", 0, "test", "float32")
 
 
@@ -192,7 +194,7 @@ class TestSums:
             def __call__(self, demonstrations: Demonstrations) -> LossTerm:
                 return self.term(demonstrations=demonstrations)
 
-            def prepare(self, **inputs: Any) -> Any:
+            def prepare(self, policy: Scorer, **inputs: Any) -> Any:
                 return 3.0
 
             def token_losses(self, current: Current, **inputs: Any) -> Tensor:
@@ -202,7 +204,7 @@ class TestSums:
         rollouts = recorded_rollouts()
         demonstrations = Demonstrations(rollouts.prompt_id, rollouts.sample_id, rollouts.tokens, rollouts.spans)
         term = Centred()(demonstrations)
-        constants = term.loss.prepare(**term.inputs)
+        constants = term.loss.prepare(NO_POLICY, **term.inputs)
         total, _ = term.loss.sums(current_of(rollouts), constants, **term.inputs)["loss"]
         assert torch.allclose(total, 3 * (rollouts.rollout_logprobs.values + 0.5).sum())
 
@@ -213,6 +215,6 @@ class TestSums:
 
         with pytest.raises(NotImplementedError):
             Empty().count()
-        assert Empty().head() is None and Empty().prepare() is None
+        assert Empty().head() is None and Empty().prepare(NO_POLICY) is None
         assert isinstance(Empty()(recorded_rollouts()), LossTerm)
         assert not isinstance(Rewards, LossTerm)

@@ -5,116 +5,200 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl import context
-from flowrl.batches import Advantages, Demonstrations, OldLogprobs, Prompts, RefLogprobs, Values
-from flowrl.context import Bindings, use_bindings
+from flowrl.batches import Advantages, ImportanceWeights, OldLogprobs
+from flowrl.compiler.derive import elided_calls
+from flowrl.flow import RLFlow
+from flowrl.functional import policy_losses as functional
 from flowrl.functional.aggregation import AGGREGATIONS
-from flowrl.graph import Ref, walk
-from flowrl.models import Model, ValueHead, ValueModel
-from flowrl.nodes import (
-    AdamW,
-    Critic,
-    Current,
-    GroupAdvantage,
+from flowrl.models import State
+from flowrl.nodes.importance import TruncatedImportance
+from flowrl.nodes.loss import Current
+from flowrl.nodes.policy_loss_base import kl_problems
+from flowrl.nodes.policy_losses import (
+    CISPOLoss,
+    ClipCovLoss,
+    DecoupledPPOLoss,
+    DPPOLoss,
+    DROLoss,
+    GMPOLoss,
+    GPGLoss,
     GRPOLoss,
-    GRPOUpdater,
-    PolicyLogprobs,
+    GSPOLoss,
+    KLCovLoss,
     PPOLoss,
-    PPOUpdater,
-    ReferenceLogprobs,
-    Rollout,
-    SFTLoss,
-    SFTUpdater,
-    Updater,
-    ValueLoss,
-    ValueUpdater,
-    rewards_like,
-    source,
+    ReinforceLoss,
+    SAPOLoss,
 )
-from flowrl.nodes.loss import LossTerm
-from flowrl.nodes.reward import FunctionReward
+from flowrl.nodes.updater import Updater
 from flowrl.ragged import Ragged
-from tests.nodes.test_advantage import ORIGIN
-from tests.tiny import recorded_rollouts, tiny_actor
+from tests.policy_terms import (
+    IDS,
+    MASK,
+    NUM_TOKENS,
+    ORIGIN,
+    ROLLOUTS,
+    SPLIT,
+    WHOLE,
+    Policy,
+    current_of,
+    gradients,
+    inputs,
+    leaves,
+    means,
+    noise,
+    term_of,
+)
+from tests.tiny import recorded_rollouts
 
 NAN = float("nan")
-ROLLOUTS = recorded_rollouts(2, 2, response_lengths=(5, 1, 0, 4), observations=True)
-MASK = ROLLOUTS.loss_mask
-NUM_TOKENS = len(MASK.values)
-IDS = ROLLOUTS.prompt_id, ROLLOUTS.sample_id
+CLASSES: list[Any] = [
+    PPOLoss, GRPOLoss, DecoupledPPOLoss, GSPOLoss, GMPOLoss, SAPOLoss, CISPOLoss, DROLoss, DPPOLoss, ReinforceLoss,
+    GPGLoss, ClipCovLoss, KLCovLoss,
+]  # fmt: skip
+LOSSES = {f"{c.__name__} {i}": c(**settings) for c in CLASSES for i, settings in enumerate(c.examples)}
+
+by_loss = pytest.mark.parametrize("name", LOSSES)
 
 
-def noise(seed: int, fill: float = 0.0) -> Ragged:
-    """Random numbers at policy tokens, ``fill`` at observations."""
-    values = torch.randn(NUM_TOKENS, generator=torch.Generator().manual_seed(seed))
-    return MASK.with_values(torch.where(MASK.values.bool(), values, fill))
+@by_loss
+def test_law_1_micro_batches_do_not_matter(name: str) -> None:
+    split_does_not_matter(LOSSES[name])
 
 
-def inputs(fill: float = 0.0) -> dict[str, Any]:
-    return {
-        "rollouts": ROLLOUTS,
-        "advantages": Advantages(*IDS, noise(1, fill), noise(2, fill)),
-        "old_logprobs": OldLogprobs(*IDS, noise(3, fill), ORIGIN),
-        "ref_logprobs": RefLogprobs(*IDS, noise(4, fill), ORIGIN),
-        "values": Values(*IDS, noise(5, fill)),
-        "demonstrations": Demonstrations(*IDS, ROLLOUTS.tokens, ROLLOUTS.spans),
-    }
-
-
-LOSSES = {
-    "ppo": PPOLoss(dual_clip=3.0),
-    "ppo with entropy": PPOLoss(entropy_coef=0.1, clip_high=0.3),
-    "grpo": GRPOLoss(kl_coef=0.1),
-    "value": ValueLoss(clip=0.1),
-    "sft": SFTLoss(),
-}
-
-
-def term_of(loss: Any, fill: float = 0.0) -> LossTerm:
-    given = inputs(fill)
-    return loss(**{port.name: given[port.name] for port in loss.ports})
-
-
-def leaves(fill: float = 0.0) -> dict[str, torch.Tensor]:
-    """What the Model gives, as leaves of the graph."""
-    names = ("logprobs", "entropy", "values")
-    return {n: noise(6 + i, fill).values.requires_grad_() for i, n in enumerate(names)}
-
-
-def gradients(term: LossTerm, model: dict[str, torch.Tensor], parts: list[list[int]]):
-    """The loss over micro-batches, and its gradients, normalised as an engine does."""
-    count = term.loss.count(**term.inputs)
-    constants = term.loss.prepare(**term.inputs)
-    total = torch.zeros((), dtype=torch.float64)
-    for rows in parts:
-        index = torch.tensor(rows, dtype=torch.int64)
-        columns = {n: MASK.with_values(v).select(index).values for n, v in model.items()}
-        current = Current(MASK.select(index), **columns)
-        total = total + term.loss.sums(current, constants, **term.select(index).inputs)["loss"][0]
-    total = total if count is None else total / count
-    total.backward()
-    return total.detach(), {n: v.grad for n, v in model.items() if v.grad is not None}
-
-
-@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_law_1_micro_batches_do_not_matter(name: str, aggregation: Any) -> None:
-    term = term_of(replace(LOSSES[name], aggregation=aggregation))
-    whole, want = gradients(term, leaves(), [[0, 1, 2, 3]])
-    split, got = gradients(term, leaves(), [[2], [3, 0], [1], []])
+@pytest.mark.parametrize("cls", [PPOLoss, GMPOLoss])
+def test_law_1_in_any_aggregation(cls: Any, aggregation: Any) -> None:
+    split_does_not_matter(cls(aggregation=aggregation, scale=3.0))
+
+
+def split_does_not_matter(loss: Any) -> None:
+    term = term_of(loss)
+    whole, want = gradients(term, leaves(), WHOLE)
+    split, got = gradients(term, leaves(), SPLIT)
     assert want.keys() == got.keys() != set()
     torch.testing.assert_close(split, whole)
     for n in want:
         torch.testing.assert_close(got[n], want[n])
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_nan_at_observations_reaches_neither_loss_nor_gradient(name: str) -> None:
-    clean, want = gradients(term_of(LOSSES[name]), leaves(), [[0, 1, 2, 3]])
-    dirty, got = gradients(term_of(LOSSES[name], NAN), leaves(NAN), [[0, 1, 2, 3]])
-    assert torch.equal(clean, dirty) and bool(clean.isfinite())
+@by_loss
+def test_law_9_the_order_of_rows_does_not_matter(name: str) -> None:
+    """Rows in another order when constants are prepared, and when the loss is taken."""
+    term = term_of(LOSSES[name])
+    whole, want = gradients(term, leaves(), WHOLE)
+    order = [4, 0, 5, 2, 1, 3]
+    back = [order.index(row) for row in range(ROLLOUTS.num_rows)]  # micro-batches are cut by place in the term
+    model = {n: MASK.with_values(v) for n, v in leaves().items()}
+    moved = {n: v.select(torch.tensor(order)).values.detach().requires_grad_() for n, v in model.items()}
+    shuffled = term.select(order)
+    constants = shuffled.loss.prepare(Policy(leaves()["logprobs"]), **shuffled.inputs)
+    sums = shuffled.loss.sums(Current(MASK.select(torch.tensor(order)), **moved), constants, **shuffled.inputs)
+    count = shuffled.loss.count(**shuffled.inputs)
+    loss = sums["loss"][0] / (1 if count is None else count)
+    loss.backward()
+    torch.testing.assert_close(loss.detach().double(), whole.double())
     for n in want:
-        assert torch.equal(got[n], want[n])
+        layout = MASK.select(torch.tensor(order))
+        grad = moved[n].grad
+        assert grad is not None
+        torch.testing.assert_close(layout.with_values(grad).select(torch.tensor(back)).values, want[n])
+
+
+@by_loss
+@pytest.mark.parametrize("garbage", [NAN, math.inf])
+def test_what_stands_at_observations_reaches_neither_loss_nor_gradient(name: str, garbage: float) -> None:
+    """In every input: advantages, old and reference log-probs, weights, the sampler's log-probs, the Model's output."""
+    clean, want = gradients(term_of(LOSSES[name]), leaves(), WHOLE)
+    dirty, got = gradients(term_of(LOSSES[name], garbage), leaves(garbage), WHOLE)
+    assert torch.equal(clean, dirty) and bool(clean.isfinite())
+    assert want.keys() == got.keys()
+    for n in want:
+        assert torch.equal(got[n], want[n]) and bool(got[n].isfinite().all())
+
+
+@by_loss
+def test_rejected_tokens_do_not_exist(name: str) -> None:
+    """Whatever stands at a token that the weights reject, and the loss is the mean over the others."""
+    loss, given = LOSSES[name], inputs()
+    weights: ImportanceWeights = given["importance_weights"]
+    gone = MASK.values.bool() & ~weights.keep.values.bool()
+    assert 0 < int(gone.sum()) < int(MASK.values.sum())
+    clean, want = gradients(term_of(loss), leaves(), WHOLE)
+
+    def spoiled(column: Ragged) -> Ragged:
+        return column.with_values(torch.where(gone, NAN, column.values))
+
+    changes = {
+        "advantages": replace(given["advantages"], advantages=spoiled(given["advantages"].advantages)),
+        "old_logprobs": replace(given["old_logprobs"], old_logprobs=spoiled(given["old_logprobs"].old_logprobs)),
+        "ref_logprobs": replace(given["ref_logprobs"], ref_logprobs=spoiled(given["ref_logprobs"].ref_logprobs)),
+        "importance_weights": replace(weights, weights=spoiled(weights.weights)),
+    }
+    dirty, got = gradients(term_of(loss, **changes), leaves(), WHOLE)
+    assert torch.equal(clean, dirty)
+    for n in want:
+        assert torch.equal(got[n], want[n]) and not bool(got[n][gone].any())
+    term = term_of(replace(loss, aggregation="token-mean"))
+    assert term.loss.count(**term.inputs) == int(MASK.values.sum()) - int(gone.sum())
+
+
+@by_loss
+@pytest.mark.parametrize("size", [100.0, -100.0])
+def test_extreme_log_ratios_are_finite(name: str, size: float) -> None:
+    """Log-ratios of ±100, of the current policy to the old one and of the old one to the sampler."""
+    old = OldLogprobs(*IDS, MASK.with_values(leaves()["logprobs"].detach() - size), ORIGIN)
+    loss, got = gradients(term_of(LOSSES[name], old_logprobs=old), leaves(), WHOLE)
+    assert bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in got.values())
+
+
+@by_loss
+def test_without_rows_or_tokens_the_loss_is_0(name: str) -> None:
+    """A batch without rows, one whose only row is empty, and one of which every token is rejected."""
+    term, model = term_of(LOSSES[name]), leaves()
+    for rows in ([], [2]):
+        part = term.select(rows)
+        constants = part.loss.prepare(Policy(model["logprobs"]), **part.inputs)
+        columns = {n: v[:0] for n, v in model.items()}
+        sums = part.loss.sums(
+            Current(MASK.select(torch.tensor(rows, dtype=torch.int64)), **columns), constants, **part.inputs
+        )
+        assert all(float(s.detach()) == 0.0 and not (c or 0) for s, c in sums.values())
+        assert not part.loss.count(**part.inputs)
+    weights = inputs()["importance_weights"]
+    rejected = replace(weights, keep=MASK.with_values(torch.zeros_like(MASK.values)))
+    loss, got = gradients(term_of(LOSSES[name], importance_weights=rejected), model, WHOLE)
+    assert float(loss) == 0.0 and not any(bool(g.any()) for g in got.values())
+
+
+# -- each loss against its function ----------------------------------------------------------------------------------
+
+OLD, ADVANTAGES, X = noise(3).values, noise(1).values, noise(6).values
+SURROGATES: list[tuple[Any, Any]] = [
+    (PPOLoss(0.1, 0.3, 2.0), functional.ppo_loss(X, OLD, ADVANTAGES, clip_low=0.1, clip_high=0.3, dual_clip=2.0)),
+    (GRPOLoss(0.1), functional.ppo_loss(X, OLD, ADVANTAGES, clip_low=0.1)),
+    (GSPOLoss(0.1, 0.3), functional.gspo_loss(X, OLD, ADVANTAGES, MASK, clip_low=0.1, clip_high=0.3)),
+    (GMPOLoss(0.1, 0.3), functional.geo_mean_loss(X, OLD, ADVANTAGES, MASK, clip_low=0.1, clip_high=0.3)),
+    (SAPOLoss(2.0, 3.0), functional.sapo_loss(X, OLD, ADVANTAGES, tau_pos=2.0, tau_neg=3.0)),
+    (CISPOLoss(0.1, 0.3), functional.cispo_loss(X, OLD, ADVANTAGES, clip_low=0.1, clip_high=0.3)),
+    (DROLoss(0.3), functional.dro_loss(X, OLD, ADVANTAGES, beta=0.3)),
+    (DPPOLoss(), functional.dppo_loss(X, OLD, ADVANTAGES, clip_low=0.15)),
+    (DPPOLoss("kl"), functional.dppo_loss(X, OLD, ADVANTAGES, divergence="kl", clip_low=0.05)),
+    (
+        DPPOLoss("kl", 0.1, 0.2, ratio_cap=1.5),
+        functional.dppo_loss(X, OLD, ADVANTAGES, divergence="kl", clip_low=0.1, clip_high=0.2, ratio_cap=1.5),
+    ),
+    (ReinforceLoss(), functional.reinforce_loss(X, ADVANTAGES)),
+    (GPGLoss(), functional.gpg_loss(X, ADVANTAGES)),
+]
+
+
+@pytest.mark.parametrize(("loss", "want"), SURROGATES, ids=lambda v: type(v).__name__)
+def test_settings_reach_the_function(loss: Any, want: Any) -> None:
+    term = term_of(replace(loss, aggregation="token-mean"), without=("ref_logprobs", "importance_weights"))
+    losses, clipped = want if isinstance(want, tuple) else (want, None)
+    got, selected = means(term), MASK.values.bool()
+    assert got["loss"] == pytest.approx(float(losses[selected].mean()), rel=1e-5)
+    assert got.get("clip_fraction") == (None if clipped is None else pytest.approx(float(clipped[selected].mean())))
 
 
 def test_ppo_by_hand() -> None:
@@ -126,8 +210,8 @@ def test_ppo_by_hand() -> None:
     term = PPOLoss(entropy_coef=0.5)(rollouts, advantages, old)
     current = Current(mask, torch.tensor([math.log(1.5), 0.0]), entropy=torch.tensor([0.4, 0.6]))
     sums = term.loss.sums(current, None, **term.inputs)
-    means = {n: float(total) / float(count) for n, (total, count) in sums.items() if count is not None}
-    assert means == pytest.approx(
+    found = {n: float(total) / float(count) for n, (total, count) in sums.items() if count is not None}
+    assert found == pytest.approx(
         {
             "loss": -0.1 - 0.5 * 0.5,
             "clip_fraction": 0.5,
@@ -140,171 +224,146 @@ def test_ppo_by_hand() -> None:
     )
 
 
+def test_aggregations_by_default() -> None:
+    """Losses of whole responses take the mean over responses, as their papers do; the others that over tokens."""
+    by_row = {c for c in CLASSES if c().aggregation == "seq-mean-token-mean"}
+    assert by_row == {GSPOLoss, GMPOLoss, SAPOLoss}
+    assert {c().aggregation for c in set(CLASSES) - by_row} == {"token-mean"}
+
+
+# -- what they share -------------------------------------------------------------------------------------------------
+
+
+def test_importance_weights_multiply_the_surrogate_alone() -> None:
+    weights: ImportanceWeights = inputs()["importance_weights"]
+    mask = MASK.with_values(MASK.values * weights.keep.values)
+    keep = mask.values.bool()
+    losses, _ = functional.ppo_loss(X, OLD, ADVANTAGES)
+    entropy = leaves()["entropy"].detach()
+    loss = PPOLoss(entropy_coef=0.3)
+    got = means(term_of(loss, without=("ref_logprobs",)))["loss"]
+    assert got == pytest.approx(float((losses * weights.weights.values - 0.3 * entropy)[keep].mean()), rel=1e-5)
+
+
+def test_gmpo_takes_their_geometric_mean() -> None:
+    weights: ImportanceWeights = inputs()["importance_weights"]
+    mask = MASK.with_values(MASK.values * weights.keep.values)
+    losses, _ = functional.geo_mean_loss(X, OLD, ADVANTAGES, mask)
+    by_row = []
+    for row, kept, of_row in zip(mask.with_values(losses).rows(), mask.rows(), weights.weights.rows(), strict=True):
+        if bool(kept.any()):
+            by_row.append(float(row[0]) * math.exp(float(of_row[kept.bool()].log().mean())))
+    assert means(term_of(GMPOLoss(), without=("ref_logprobs",)))["loss"] == pytest.approx(
+        sum(by_row) / len(by_row), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_decoupled_ppo_is_ppo_with_the_weights_of_the_behaviour_policy(cap: float | None) -> None:
+    given = inputs()
+    weights = TruncatedImportance(math.exp(20) if cap is None else cap)(given["rollouts"], given["old_logprobs"])
+    corrected = term_of(PPOLoss(clip_high=0.3), importance_weights=weights)
+    decoupled = term_of(DecoupledPPOLoss(clip_high=0.3, behaviour_cap=cap), without=("importance_weights",))
+    want, got = (gradients(t, leaves(), WHOLE) for t in (corrected, decoupled))
+    torch.testing.assert_close(got, want)
+    weight = means(decoupled)["behaviour_weight"]
+    assert weight == pytest.approx(float(weights.weights.values[MASK.values.bool()].mean()), rel=1e-5)
+
+
+def test_the_kl_is_added_to_the_loss() -> None:
+    without = ("importance_weights",)
+    plain = means(term_of(GRPOLoss(), without=without))
+    for estimator in ("k2", "k3", "k3_st"):
+        found = means(term_of(GRPOLoss(kl_coef=0.1, kl_estimator=estimator), without=without))
+        assert found["loss"] == pytest.approx(plain["loss"] + 0.1 * found["kl"], rel=1e-5)
+    both = [
+        gradients(term_of(GRPOLoss(kl_coef=0.1, kl_estimator=e), without=without), leaves(), WHOLE)[1]
+        for e in ("k2", "k3_st")
+    ]
+    torch.testing.assert_close(both[0], both[1])
+
+
+def test_coefficients_may_be_states() -> None:
+    """Bound when the term is made: all micro-batches see one number."""
+    kl, entropy = State("kl", 0.1), State("entropy", 0.2)
+    loss = PPOLoss(kl_coef=kl, entropy_coef=entropy)
+    assert loss.problems() == [] and loss.requires == {"logprobs", "entropy"} and set(loss.states()) == {kl, entropy}
+    assert "State('kl', 0.1)" in next(iter(loss.wiring_problems(frozenset())))
+    term = term_of(loss)
+    assert (term.loss.kl_coef, term.loss.entropy_coef) == (0.1, 0.2)  # type: ignore[attr-defined]
+    fixed = term_of(PPOLoss(kl_coef=0.1, entropy_coef=0.2))
+    torch.testing.assert_close(gradients(term, leaves(), WHOLE), gradients(fixed, leaves(), WHOLE))
+
+
+@pytest.mark.parametrize("cls", [ReinforceLoss, GPGLoss])
+def test_old_log_probs_that_are_not_needed(cls: Any) -> None:
+    without = means(term_of(cls(), without=("old_logprobs",)))
+    given = means(term_of(cls()))
+    assert given["loss"] == without["loss"]
+    assert set(given) - set(without) == {"ratio", "ratio_squared", "approx_kl", "rollout_logprob_gap"}
+
+
 def test_log_probs_that_the_plan_left_out() -> None:
     """The ratio is 1 and its gradient that of log π: the values, which are NaN then, are not looked at."""
-    term = term_of(PPOLoss())
     left_out = OldLogprobs(*IDS, MASK.with_values(torch.full((NUM_TOKENS,), NAN)), ORIGIN, is_current=True)
-    term = LossTerm(term.loss, {**term.inputs, "old_logprobs": left_out})
-    _, got = gradients(term, leaves(), [[0, 1, 2, 3]])
+    term = term_of(PPOLoss(), old_logprobs=left_out, without=("importance_weights",))
+    _, got = gradients(term, leaves(), WHOLE)
     selected = MASK.values.bool()
     want = torch.where(selected, -noise(1).values / int(selected.sum()), 0.0)
     torch.testing.assert_close(got["logprobs"], want)
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+def test_which_losses_let_the_plan_leave_them_out(cls: Any) -> None:
+    """Those that ask the policy before the step look at the old log-probs then."""
+    from tests.compiler.test_derive import Parts
+
+    p = Parts()
+    elided = elided_calls(RLFlow.from_outputs(Updater(p.actor)(p.loss(cls))))
+    assert bool(elided) == (cls not in (ClipCovLoss, KLCovLoss))
+
+
 def test_the_gap_to_the_sampler_is_measured_where_it_means_something() -> None:
     def metrics(**settings: Any) -> set[str]:
-        origin = replace(ORIGIN, **settings)
-        term = term_of(PPOLoss())
-        term = LossTerm(term.loss, {**term.inputs, "rollouts": replace(ROLLOUTS, origin=origin)})
-        sums = term.loss.sums(Current(MASK, **leaves()), None, **term.inputs)
+        term = term_of(PPOLoss(), rollouts=replace(ROLLOUTS, origin=replace(ORIGIN, **settings)))
+        sums = term.loss.sums(current_of(leaves()), None, **term.inputs)
         return set(sums) & {"rollout_logprob_gap"}
 
     assert metrics() == {"rollout_logprob_gap"}
     assert metrics(top_p=0.9) == metrics(temperature=0.5) == set()
 
 
-def test_grpo_adds_the_kl_to_the_loss() -> None:
-    plain = gradients(term_of(GRPOLoss()), leaves(), [[0, 1, 2, 3]])[0]
-    with_kl = gradients(term_of(GRPOLoss(kl_coef=0.1)), leaves(), [[0, 1, 2, 3]])[0]
-    term = term_of(GRPOLoss())
-    sums = term.loss.sums(Current(MASK, **leaves()), None, **term.inputs)
-    total, count = sums["kl"]
-    assert float(with_kl) == pytest.approx(float(plain) + 0.1 * float(total) / float(count), rel=1e-5)
-
-
-def test_value_loss_and_its_metrics() -> None:
-    rollouts = recorded_rollouts(1, 1, response_lengths=(2,))
-    mask, ids = rollouts.loss_mask, (rollouts.prompt_id, rollouts.sample_id)
-
-    def column(*numbers: float) -> Ragged:
-        return mask.with_values(torch.tensor(numbers))
-
-    term = ValueLoss(clip=1.0)(
-        rollouts, Values(*ids, column(0.5, 1.0)), Advantages(*ids, column(0.0, 0.0), column(0.0, 4.0))
-    )
-    sums = term.loss.sums(Current(mask, values=torch.tensor([1.0, 3.0])), None, **term.inputs)
-    means = {n: float(total) / float(count) for n, (total, count) in sums.items() if count is not None}
-    assert means == {"loss": 1.25, "value_mean": 2.0, "value_error": 1.0, "value_clip_fraction": 0.5}
-
-
 def test_rows_without_an_advantage_are_not_trained_on() -> None:
     given = inputs()
-    term = PPOLoss()(ROLLOUTS, given["advantages"].select([3, 0]), given["old_logprobs"])
+    names = ("old_logprobs", "ref_logprobs", "importance_weights")
+    term = PPOLoss()(ROLLOUTS, given["advantages"].select([3, 0]), **{n: given[n] for n in names})
     assert term.num_rows == 2 and term.sequences == ROLLOUTS.select([3, 0])
-    assert term.inputs["old_logprobs"] == given["old_logprobs"].select([3, 0])
-
-
-def test_what_a_loss_reads() -> None:
-    assert PPOLoss().requires == {"logprobs"}
-    assert GRPOLoss(entropy_coef=0.1).requires == {"logprobs", "entropy"}
-    assert ValueLoss().requires == {"values"} and ValueLoss().head() is None
-    head = ValueHead(Model("m"))
-    assert ValueLoss(head).head() is head
+    for n in names:
+        assert term.inputs[n] == given[n].select([3, 0])
 
 
 def test_problems() -> None:
     for loss in LOSSES.values():
-        assert list(loss.problems()) == []
-    bad = GRPOLoss(1.5, 0.0, 0.5, kl_coef=-1.0, kl_estimator="?", aggregation="mean", scale=0.0)  # type: ignore[arg-type]
-    assert len(list(bad.problems())) == 7
-    assert len(list(ValueLoss(clip=0.0).problems())) == 1
+        assert loss.problems() == []
+
+    def problems(loss: Any) -> list[str]:
+        return [p.split(" is ")[0] for p in loss.problems()]
+
+    shared = GRPOLoss(entropy_coef=NAN, kl_coef=-1.0, kl_estimator="?", aggregation="mean", scale=0.0)  # type: ignore[arg-type]
+    assert problems(shared) == ["aggregation", "scale", "entropy_coef", "kl_coef", "kl_estimator"]
+    assert problems(PPOLoss(1.5, 0.0, 0.5)) == ["clip", "clip_high", "dual_clip"]
+    assert problems(DecoupledPPOLoss(behaviour_cap=0.0)) == ["behaviour_cap"]
+    assert problems(GSPOLoss(1.0, -1.0)) == problems(GMPOLoss(0.0, 0.0)) == ["clip", "clip_high"]
+    assert problems(CISPOLoss(0.0, math.inf)) == ["clip", "clip_high"] and problems(CISPOLoss(9.0)) == []
+    assert problems(SAPOLoss(0.0, NAN)) == ["tau_pos", "tau_neg"] and problems(DROLoss(0.0)) == ["beta"]
+    assert problems(DPPOLoss("js", 0.0, -1.0, ratio_cap=0.0)) == ["distance", "clip", "clip_high", "ratio_cap"]  # type: ignore[arg-type]
+    assert len(list(kl_problems(State("kl", "much"), "k4"))) == 2
     given = frozenset({"rollouts", "advantages", "old_logprobs"})
     assert "ref_logprobs" in next(iter(GRPOLoss(kl_coef=0.1).wiring_problems(given)))
     assert list(GRPOLoss(kl_coef=0.1).wiring_problems(given | {"ref_logprobs"})) == []
     assert list(GRPOLoss().wiring_problems(given)) == []
 
 
-# -- shorthands ------------------------------------------------------------------------------------------------------
-
-
-def recorded(output: Any) -> list[Any]:
-    """A flow as plain data: each call's node and where its inputs come from."""
-    assert isinstance(output, Ref)
-    calls = walk([output])
-    place = {id(call): i for i, call in enumerate(calls)}
-    return [(call.node, [(name, place[id(ref._call)], ref._path) for name, ref in call.inputs()]) for call in calls]
-
-
-ACTOR, CRITIC = Model("actor"), ValueModel("critic")
-ADAM = AdamW(learning_rate=1e-3)
-TRAINING: dict[str, Any] = {"epochs": 2, "num_minibatches": 3, "optimizer": ADAM, "max_grad_norm": None}
-
-
-def edges() -> dict[str, Any]:
-    prompts = source(Prompts, name="prompts", batch_size=4)
-    rollouts = Rollout(ACTOR, group_size=2)(prompts)
-    rewards = FunctionReward(len)(rollouts)
-    return {
-        "rollouts": rollouts,
-        "values": Critic(CRITIC)(rollouts),
-        "old_logprobs": PolicyLogprobs(ACTOR)(rollouts),
-        "ref_logprobs": ReferenceLogprobs(ACTOR.frozen())(rollouts),
-        "advantages": GroupAdvantage()(rollouts, rewards),
-        "demonstrations": source(Demonstrations, name="demonstrations", batch_size=4),
-    }
-
-
-HEAD = ValueHead(ACTOR)
-KEEP: Any = {"aggregation": "seq-mean-token-sum-norm", "scale": 9.0}
-SHORTHANDS = [
-    (PPOUpdater(ACTOR), Updater(ACTOR), PPOLoss()),
-    (
-        PPOUpdater(ACTOR, **TRAINING, clip=0.1, clip_high=0.3, dual_clip=2.0, entropy_coef=0.1, label="train"),
-        Updater(ACTOR, **TRAINING, label="train"),
-        PPOLoss(0.1, 0.3, 2.0, 0.1),
-    ),
-    (
-        GRPOUpdater(ACTOR, **TRAINING, clip=0.1, kl_coef=0.2, kl_estimator="k2", **KEEP),
-        Updater(ACTOR, **TRAINING),
-        GRPOLoss(0.1, kl_coef=0.2, kl_estimator="k2", **KEEP),
-    ),
-    (ValueUpdater(CRITIC, **TRAINING, clip=0.2), Updater(CRITIC, **TRAINING), ValueLoss(clip=0.2)),
-    (ValueUpdater(HEAD), Updater(ACTOR), ValueLoss(HEAD)),
-    (SFTUpdater(ACTOR, 2, aggregation="token-sum"), Updater(ACTOR, 2), SFTLoss(aggregation="token-sum")),
-]
-
-
-@pytest.mark.parametrize(("short", "updater", "loss"), SHORTHANDS, ids=lambda node: type(node).__name__)
-def test_a_shorthand_records_what_it_is_short_for(short: Any, updater: Any, loss: Any) -> None:
-    inputs = edges()
-    given = {port.name: inputs[port.name] for port in loss.ports}
-    assert recorded(short(**given)) == recorded(updater(loss(**given)))
-
-
-def test_without_reference_log_probs() -> None:
-    inputs = edges()
-    given = {n: inputs[n] for n in ("rollouts", "advantages", "old_logprobs")}
-    assert recorded(GRPOUpdater(ACTOR)(**given)) == recorded(Updater(ACTOR)(GRPOLoss()(**given)))
-
-
-# -- with a model ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bindings():
-    from flowrl.runtime.worker import open_engine
-
-    bindings = Bindings(open_engine)
-    with use_bindings(bindings), context.step(seed=3):
-        yield bindings
-    for engine in bindings.engines.values():
-        engine.close()
-
-
-def test_training_a_tiny_model(bindings: Bindings) -> None:
-    """Better answers become likelier, and what the terms report comes out as means."""
-    actor = tiny_actor()
-    rollouts = recorded_rollouts(2, 3)
-    old = PolicyLogprobs(actor)(rollouts)
-    ref = ReferenceLogprobs(actor.frozen())(rollouts)
-    assert torch.equal(old.old_logprobs.values, ref.ref_logprobs.values)
-    rewards = rewards_like(rollouts, score=[1.0, 0.0, 0.5, 0.0, 1.0, 0.2])
-    advantages = GroupAdvantage()(rollouts, rewards)
-    updater = GRPOUpdater(actor, epochs=3, optimizer=AdamW(learning_rate=1e-3), kl_coef=0.01)
-    stats = updater(rollouts, advantages, old, ref)
-    assert (stats.policy_version, stats.num_optimizer_steps, stats.num_skipped_steps) == (1, 3, 0)
-    assert {"loss", "clip_fraction", "ratio", "approx_kl", "kl", "grad_norm"} <= stats.metrics.keys()
-    assert stats.metrics["kl"] > 0
-    moved = PolicyLogprobs(actor)(rollouts).old_logprobs.values - old.old_logprobs.values
-    assert float((moved * advantages.advantages.values).sum()) > 0
-    assert ReferenceLogprobs(actor.frozen())(rollouts) == ref
+def test_what_a_loss_reads() -> None:
+    assert PPOLoss().requires == {"logprobs"}
+    assert GRPOLoss(entropy_coef=0.1).requires == {"logprobs", "entropy"}

@@ -325,6 +325,8 @@ def test_kl_penalty() -> None:
     again = KLPenalty(0.5, "k2")(rollouts, rewards, old, ref)
     assert set(again.token_components) == {"kl", "kl_2"}
     assert len(list(KLPenalty(-1.0, "?").problems())) == 2
+    nothing = KLPenalty(0.5)(rollouts.select([]), rewards, old, ref)
+    assert nothing.num_rows == 0 and nothing.token_components["kl"].num_rows == 0
 
 
 def test_reward_model_score(bindings: Bindings) -> None:
@@ -340,6 +342,43 @@ def test_reward_model_score(bindings: Bindings) -> None:
     assert scores(rewards, "judge-reward") == [0.5, None]
     assert list(RewardModelScore(model).problems()) == []
     assert len(list(RewardModelScore(Model("m")).problems())) == 1
+
+
+def test_several_reward_models_that_score() -> None:
+    """Two real ones, summed: what each gives is what its network gives, row by row, prompt alone included."""
+    from transformers import LlamaForSequenceClassification
+
+    from flowrl.models import RewardModel
+    from flowrl.nodes.reward_shaping import ClipReward, RunningNormalization
+    from flowrl.runtime.worker import open_engine
+    from tests.tiny import tiny_model, tiny_tokenizer
+
+    torch.manual_seed(0)
+    config = tiny_model().config
+    config.num_labels, config.pad_token_id = 1, 0
+    networks = [LlamaForSequenceClassification(config).eval() for _ in range(2)]
+    helpful, kind = (
+        RewardModel(network, name=name, tokenizer=tiny_tokenizer(), device="cpu")
+        for network, name in zip(networks, ("helpful", "kind"), strict=True)
+    )
+    rollouts = recorded_rollouts(3, 2)
+    said: dict[str, float] = {}
+    with use_bindings(Bindings(open_engine)), use_step(StepContext(report=said.__setitem__)):
+        parts = RewardModelScore(helpful)(rollouts), RewardModelScore(kind, component="kindness")(rollouts)
+        total = WeightedSum({"kindness": 0.5})(*parts)
+        shaped = RunningNormalization("statistics", clip=1.0)(ClipReward(-1.0, 1.0)(total))
+        nothing = RewardModelScore(helpful)(rollouts.select([]))
+    with torch.no_grad():
+        a, b = ([float(n(row[None]).logits) for row in rollouts.tokens.rows()] for n in networks)
+    expected = torch.tensor(a) + 0.5 * torch.tensor(b)
+    torch.testing.assert_close(total.totals, expected, rtol=1e-5, atol=1e-5)
+    assert set(total.components) == {"helpful", "kindness"} and bool(total.valid.all())
+    assert said["helpful_mean"] == pytest.approx(sum(a) / 6, abs=1e-5)
+    assert said["kindness_mean"] == pytest.approx(sum(b) / 6, abs=1e-5)
+    clipped = expected.clamp(-1.0, 1.0)
+    normal = ((clipped - clipped.mean()) / clipped.std()).clamp(-1.0, 1.0)
+    torch.testing.assert_close(shaped.totals, normal, rtol=1e-4, atol=1e-4)
+    assert nothing.num_rows == 0 and list(nothing.components) == ["helpful"]
 
 
 def test_problems() -> None:

@@ -98,7 +98,7 @@ def test_the_same_rows_in_another_pull_draw_other_tokens() -> None:
     """Also where a data set gives the same ``prompt_id`` again."""
     data = prompts(2)
     sampled: list[Rollouts] = []
-    program = flowrl.compile(filtered(sampled=sampled, max_pulls=2, reward=lambda answer: 1.0))
+    program = flowrl.compile(filtered(sampled=sampled, max_pulls=2, on_exhausted="fail", reward=lambda answer: 1.0))
     from flowrl.context import Bindings, use_bindings
     from flowrl.runtime.interpreter import run_iteration
     from flowrl.runtime.worker import open_engine
@@ -172,11 +172,23 @@ def test_exhausted_trains_short(tmp_path: Path) -> None:
         conserved(row)
 
 
-@pytest.mark.parametrize("policy", ["train_short", "carry_over"])
-def test_exhausted_with_nothing_at_all_fails(policy: Any, tmp_path: Path) -> None:
-    flow = filtered(reward=lambda answer: 1.0, max_pulls=3, on_exhausted=policy)
+def test_exhausted_with_nothing_at_all_does_what_the_setting_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(policy: Any, **options: Any) -> list[dict[str, Any]]:
+        flow = filtered(reward=lambda answer: 1.0, max_pulls=3, on_exhausted=policy)
+        return training(quick_run(flow, 2, tmp_path / policy, **options))
+
+    for row in run("train_short", progress=True):  # an update on no rows, which is said
+        assert (row["filter/acceptance"], row["filter/groups_consumed"], row["empty_updates"]) == (0, 0, 1)
+        assert not any(isinstance(value, float) and value != value for value in row.values())
+        conserved(row)
+    assert "Step 2: nothing was trained" in capsys.readouterr().out
+    for row in run("carry_over"):
+        assert (row["filter/groups_carried_out"], row["filter/pulls"]) == (0, 3) and "policy_version" not in row
+        conserved(row)
     with pytest.raises(ExhaustedError, match=r"filter let 0 of 2 groups through in 3 pulls"):
-        quick_run(flow, 1, tmp_path / "run")
+        run("fail")
 
 
 def test_exhausted_fails(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class TokenScores:
 
     logprobs: Ragged
     entropy: Ragged | None = None
+    sum_pi_squared: Ragged | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,20 @@ class Engine(Protocol):
         its prompt, its key and the settings alone, up to floating-point effects of batching."""
         ...
 
-    def logprobs(self, sequences: Sequences, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+    def logprobs(
+        self,
+        sequences: Sequences,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> TokenScores:
         """Log-probs of the response tokens, no gradient. ``temperature`` divides the logits."""
+        ...
+
+    def top_logprobs(self, sequences: Sequences, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The ``k`` most likely tokens at each response token, and their log-probs: int64 and float32
+        ``[num_tokens, k]``, no gradient."""
         ...
 
     def values(self, sequences: Sequences, head: str | None = None) -> Ragged:

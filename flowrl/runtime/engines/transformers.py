@@ -7,7 +7,9 @@ particular to one of these lives in a file of its own:
 transformers_loading      names, folders, live objects, GGUF files
 transformers_network      what of a model can be done the quick way, and doing it
 transformers_attention    attention over packed rows
+transformers_forward      one pass over a micro-batch, and what is read from it
 transformers_head         log-probs from hidden states, a slice at a time
+transformers_distribution what needs the whole distribution at each token
 transformers_layout       micro-batches and packing
 transformers_sampling     generation
 transformers_cache        the key-value cache of a generation
@@ -24,7 +26,6 @@ import copy
 import logging
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,13 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.batches import LogprobOrigin, Sequences
-from flowrl.errors import DataError, ModelError, UnsupportedError
+from flowrl.errors import DataError, ModelError
 from flowrl.models import AnyModel, DerivedModel, Model
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines import transformers_state as state
 from flowrl.runtime.engines.base import EngineOptions, Generated, StepResult, TokenScores
-from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_rows, padded_layout
+from flowrl.runtime.engines.transformers_forward import Forward, Wanted, forward, joined
+from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_rows
 from flowrl.runtime.engines.transformers_loading import load_module, load_tokenizer, load_value_head
 from flowrl.runtime.engines.transformers_network import Network
 from flowrl.runtime.engines.transformers_sampling import generate
@@ -52,15 +54,6 @@ logger = logging.getLogger("flowrl")
 
 #: The value head of a ValueModel, which has only this one.
 OWN_HEAD = "value"
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What one micro-batch gives, float32 ``[num_tokens]`` each, on the CPU, with gradient where one is wanted."""
-
-    logprobs: Tensor | None
-    entropy: Tensor | None
-    values: dict[str, Tensor]
 
 
 class TransformersEngine:
@@ -236,78 +229,46 @@ class TransformersEngine:
         return generate(self.network, prompts, keys, sampling, self.stop_token_ids(sampling))
 
     @torch.no_grad()
-    def logprobs(self, sequences: Sequences, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
-        parts = [
-            self.forward(sequences.select(rows), temperature=temperature or 1.0, entropy=entropy)
-            for rows in self._micro_batches(sequences)
-        ]
-        layout = sequences.response_tokens
-        logprobs = _join([p.logprobs for p in parts])
-        entropies = layout.with_values(_join([p.entropy for p in parts])) if entropy else None
-        return TokenScores(layout.with_values(logprobs), entropies)
+    def logprobs(
+        self,
+        sequences: Sequences,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+    ) -> TokenScores:
+        wanted = Wanted(temperature or 1.0, logprobs=True, entropy=entropy, sum_pi_squared=sum_pi_squared)
+        parts = self._forwards(sequences, wanted)
+        column = sequences.response_tokens.with_values
+        return TokenScores(
+            column(joined([p.logprobs for p in parts])),
+            column(joined([p.entropy for p in parts])) if entropy else None,
+            column(joined([p.sum_pi_squared for p in parts])) if sum_pi_squared else None,
+        )
+
+    @torch.no_grad()
+    def top_logprobs(self, sequences: Sequences, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        parts = [p.top for p in self._forwards(sequences, Wanted(temperature or 1.0, top_k=k)) if p.top is not None]
+        if not parts:
+            return torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k)
+        return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
     @torch.no_grad()
     def values(self, sequences: Sequences, head: str | None = None) -> Ragged:
-        name = self._head_name(head)
-        parts = [
-            self.forward(sequences.select(rows), heads=(name,)).values[name] for rows in self._micro_batches(sequences)
-        ]
-        return sequences.response_tokens.with_values(_join(parts))
+        name = self.head_name(head)
+        parts = self._forwards(sequences, Wanted(heads=(name,)))
+        return sequences.response_tokens.with_values(joined([p.values[name] for p in parts]))
 
     @torch.no_grad()
     def score(self, sequences: Sequences) -> Tensor:
-        if self.settings.kind != "reward":
-            raise UnsupportedError(f"{self.model!r} scores no sequences", expected="a RewardModel")
-        scores = [self._score(sequences.select(rows)) for rows in self._micro_batches(sequences)]
-        return torch.cat(scores) if scores else torch.zeros(0)
+        return joined([p.scores for p in self._forwards(sequences, Wanted(scores=True))])
 
-    def _score(self, sequences: Sequences) -> Tensor:
-        """float32 ``[num_rows]`` of one micro-batch."""
-        network = self.network
-        head = getattr(network.module, "score", None)
-        with network.compute():
-            if isinstance(head, nn.Linear):  # at the last token by length: padding may look like any token
-                layout = network.layout(sequences)
-                logits = head(network.hidden(layout)[layout.last])
-            else:
-                layout = padded_layout(sequences, network.device)
-                logits = network.module(input_ids=layout.input_ids, attention_mask=layout.attention_mask).logits
-        return logits.float().reshape(sequences.num_rows, -1)[:, 0].cpu()
+    def _forwards(self, sequences: Sequences, wanted: Wanted) -> list[Forward]:
+        return [forward(self, sequences.select(rows), wanted) for rows in self._micro_batches(sequences)]
 
     def _micro_batches(self, sequences: Sequences) -> list[Tensor]:
         check_rows(sequences, self.max_length, self.network.vocab_size)
         return [torch.tensor(rows) for rows in micro_batch_rows(sequences, self.micro_batch_tokens)]
-
-    def forward(
-        self,
-        sequences: Sequences,
-        *,
-        temperature: float | None = None,
-        entropy: bool = False,
-        heads: Sequence[str] = (),
-    ) -> Forward:
-        """One micro-batch, with gradient where torch's grad mode is on.
-
-        Args:
-            temperature: of the log-probs; None leaves them out.
-            heads: value heads to read; "" is a ValueModel's own.
-        """
-        network = self.network
-        layout = network.layout(sequences)
-        logprobs = entropies = None
-        values: dict[str, Tensor] = {}
-        with network.compute():
-            reads_hidden = bool(heads) or (temperature is not None and network.computes_logits_here)
-            hidden = network.hidden(layout) if reads_hidden else None
-            if temperature is not None:
-                logprobs, entropies = network.logprobs(layout, hidden, temperature=temperature, entropy=entropy)
-        if heads:
-            assert hidden is not None
-            predicting = hidden[layout.predictors].float()
-            values = {name: self.heads[self._head_name(name)](predicting)[:, 0].cpu() for name in heads}
-        return Forward(
-            None if logprobs is None else logprobs.cpu(), None if entropies is None else entropies.cpu(), values
-        )
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -351,7 +312,7 @@ class TransformersEngine:
         load_value_head(self.settings, name, head)
         self.heads[name] = head
 
-    def _head_name(self, head: str | None) -> str:
+    def head_name(self, head: str | None) -> str:
         name = head or (OWN_HEAD if self.settings.kind == "value" else "")
         if name not in self.heads:
             raise ModelError(
@@ -400,10 +361,6 @@ class TransformersEngine:
         del self.network
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _join(parts: Sequence[Tensor | None]) -> Tensor:
-    return torch.cat([p for p in parts if p is not None]) if parts else torch.zeros(0)
 
 
 def _device(model: Model, options: EngineOptions) -> torch.device:

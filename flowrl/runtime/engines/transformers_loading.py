@@ -68,7 +68,10 @@ def load_module(model: Model) -> PreTrainedModel:
         options.setdefault("num_labels", 1)
     with _loading(model), quiet():
         module, info = auto.from_pretrained(source, output_loading_info=True, **options)
-    _check_loaded(model, module, info)
+    if getattr(model, "new_head", False):
+        _zero_score_head(model, module)
+    else:
+        _check_loaded(model, module, info)
     _forget_quantisation(module)
     return module
 
@@ -144,11 +147,38 @@ def _live_module(model: Model) -> PreTrainedModel:
         )
     if model.kind == "value":
         module = copy.deepcopy(getattr(module, "base_model", module))
+    if getattr(model, "new_head", False):
+        module = _classifier_on(module)
     dtype = getattr(torch, model.dtype)
     for parameter in module.parameters():  # buffers keep their precision: rotary frequencies need it
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     return module  # type: ignore[return-value]
+
+
+def _classifier_on(module: Any) -> Any:
+    """A sequence classifier with a copy of a live language model's body, and a head of zeros."""
+    config = copy.deepcopy(module.config)
+    config.num_labels = 1
+    with quiet():
+        classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier.base_model.load_state_dict(module.base_model.state_dict())
+    torch.nn.init.zeros_(classifier.score.weight)
+    return classifier.eval()
+
+
+def _zero_score_head(model: Model, module: Any) -> None:
+    head = getattr(module, "score", None)
+    if not isinstance(head, torch.nn.Linear):
+        raise ModelError(
+            f"{model!r}: a {type(module).__name__} cannot be given a new head",
+            expected="a sequence classifier whose head is a layer called 'score'",
+            received=type(head).__name__,
+            do="take a source that is a sequence classifier, without new_head",
+        )
+    torch.nn.init.zeros_(head.weight)
+    if head.bias is not None:
+        torch.nn.init.zeros_(head.bias)
 
 
 def _check_loaded(model: Model, module: Any, info: Any) -> None:

@@ -132,7 +132,7 @@ class Network:
         """
         transform = self.abilities.transform
         if transform is None:
-            logits = self._full_logits(layout)
+            logits = self.full_logits(layout)
             return token_logprobs(logits, layout.targets, temperature=temperature, entropy=entropy)
         assert hidden is not None
         return head_logprobs(
@@ -160,7 +160,7 @@ class Network:
         with packed(layout.pack) if layout.pack is not None else contextlib.nullcontext():
             return module(**inputs)
 
-    def _full_logits(self, layout: Layout) -> Tensor:
+    def full_logits(self, layout: Layout) -> Tensor:
         """``[num_tokens, vocab]``, computed by the model as a whole."""
         if "logits_to_keep" in self.parameters_of_module and layout.pack is not None:
             output = self._run(self.module, self.parameters_of_module, layout, logits_to_keep=layout.predictors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,17 @@ from flowrl.functional.grouping import coupled_units
 from flowrl.nodes.logprobs import scoring_temperature
 from flowrl.nodes.loss import Current, LossTerm, TermRows
 from flowrl.runtime.engines.base import StepResult
+from flowrl.runtime.engines.transformers_forward import Wanted, forward
 from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_rows
 
 if TYPE_CHECKING:
     from flowrl.nodes.updater import AdamW
     from flowrl.runtime.engines.transformers import TransformersEngine
 
+#: What a loss may require that only a policy gives, and that depends on the temperature.
+OF_POLICY = frozenset({"logprobs", "entropy", "divergence", "candidates"})
+#: By what it is (of several heads, divergences or candidates: and which), a column of a forward pass.
+_Columns = dict[Any, Any]
 #: What couples more wins over what couples less.
 COUPLING = ("row", "pair", "group")
 
@@ -132,7 +137,7 @@ def _group(engine: TransformersEngine, terms: list[tuple[TermRows, _Tally]]) -> 
     for rows, tally in terms:
         term = rows.term
         sequences = term.sequences
-        reads = bool(term.loss.requires & {"logprobs", "entropy"})
+        reads = bool(term.loss.requires & OF_POLICY)
         temperature = scoring_temperature(sequences) if reads else None
         for work in works:
             agree = temperature is None or work.temperature is None or temperature == work.temperature
@@ -167,15 +172,15 @@ def _run_batch(
     """One micro-batch: its part of the objective, and the (prompt_id, sample_id) of rows whose loss is not finite."""
     index = torch.tensor(rows, dtype=torch.int64)
     sequences = work.sequences.select(index)
+    terms = [term_rows.term.select(index) for term_rows, _ in work.terms]
     with torch.set_grad_enabled(backward):
-        scores = _forward(engine, work, sequences)
+        scores = _forward(engine, work, sequences, terms)
         # The loss sees leaves, so that its own gradient is known before the model's is computed.
         leaves = {name: tensor.detach().requires_grad_(backward) for name, tensor in scores.items()}
-        currents = [_current(term_rows.term, leaves, sequences) for term_rows, _ in work.terms]
         objective: Tensor = torch.zeros(())
         guilty: list[tuple[int, int]] = []
-        for (term_rows, term_tally), current in zip(work.terms, currents, strict=True):
-            term = term_rows.term.select(index)
+        for place, (term, (term_rows, term_tally)) in enumerate(zip(terms, work.terms, strict=True)):
+            current = _current(term, place, leaves, sequences)
             sums = term.loss.sums(current, term_rows.constants, **term.inputs)
             total = _loss_of(term, sums)
             if not bool(torch.isfinite(total)):
@@ -194,27 +199,47 @@ def _run_batch(
     return float(objective.detach()), guilty
 
 
-def _forward(engine: TransformersEngine, work: _Work, sequences: Sequences) -> dict[str, Tensor]:
-    """What the terms read of the Model for the rows of one micro-batch: "logprobs", "entropy", and values by head."""
-    reads_values = [rows.term for rows, _ in work.terms if "values" in rows.term.loss.requires]
-    scores = engine.forward(
+def _forward(engine: TransformersEngine, work: _Work, sequences: Sequences, terms: Sequence[LossTerm]) -> _Columns:
+    """What the terms read of the Model for the rows of one micro-batch."""
+    reads = work.requires
+    divergences = [spec for term in terms if (spec := term.loss.divergence()) is not None]
+    candidates = {i: ids for i, term in enumerate(terms) if (ids := term.loss.candidates(**term.inputs)) is not None}
+    heads = [_head_name(term) for term in terms if "values" in term.loss.requires]
+    scores = forward(
+        engine,
         sequences,
-        temperature=work.temperature,
-        entropy="entropy" in work.requires,
-        heads=tuple(dict.fromkeys(map(_head_name, reads_values))),
+        Wanted(
+            temperature=work.temperature or 1.0,
+            logprobs=bool(reads & {"logprobs", "entropy"}),
+            entropy="entropy" in reads,
+            heads=tuple(dict.fromkeys(heads)),
+            scores="scores" in reads,
+            divergences=tuple(dict.fromkeys(divergences)),
+            candidates=tuple(candidates.values()),
+        ),
     )
-    named = {"logprobs": scores.logprobs, "entropy": scores.entropy}
-    named |= {f"values/{head}": values for head, values in scores.values.items()}
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+    columns: _Columns = {"logprobs": scores.logprobs, "entropy": scores.entropy, "scores": scores.scores}
+    columns |= {("values", head): values for head, values in scores.values.items()}
+    columns |= {("divergence", spec): values for spec, values in scores.divergences.items()}
+    columns |= {("candidates", i): values for i, values in zip(candidates, scores.candidates, strict=True)}
+    return {name: tensor for name, tensor in columns.items() if tensor is not None}
 
 
-def _current(term: LossTerm, leaves: Mapping[str, Tensor], sequences: Sequences) -> Current:
-    names = {"logprobs": "logprobs", "entropy": "entropy", "values": f"values/{_head_name(term)}"}
+def _current(term: LossTerm, place: int, leaves: _Columns, sequences: Sequences) -> Current:
+    """What the term at this place among those of a micro-batch is given."""
+    names = {
+        "logprobs": "logprobs",
+        "entropy": "entropy",
+        "scores": "scores",
+        "values": ("values", _head_name(term)),
+        "divergence": ("divergence", term.loss.divergence()),
+        "candidates": ("candidates", place),
+    }
     found = {field: leaves[name] for field, name in names.items() if name in leaves}
     return Current(sequences.loss_mask, **found)
 
 
-def _backward(scores: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
+def _backward(scores: _Columns, leaves: _Columns) -> None:
     """From the gradients of the loss into the model. Where they are 0 (groups whose advantages are) so are the model's,
     and nothing is computed."""
     grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
@@ -248,20 +273,10 @@ def _rows_of_nonfinite_loss(term: LossTerm, constants: Any, current: Current) ->
     with torch.no_grad():
         for unit in coupled_units(sequences, term.loss.couples):
             part = term.select(torch.tensor(unit))
-            sums = part.loss.sums(_select_current(current, unit), constants, **part.inputs)
+            sums = part.loss.sums(current.select(unit), constants, **part.inputs)
             if not bool(torch.isfinite(sums["loss"][0])):
                 guilty += unit
     return _ids(sequences, guilty or range(sequences.num_rows))
-
-
-def _select_current(current: Current, rows: list[int]) -> Current:
-    index = torch.tensor(rows)
-    mask = current.loss_mask
-
-    def cut(values: Any) -> Any:
-        return None if values is None else mask.with_values(values.detach()).select(index).values
-
-    return Current(mask.select(index), cut(current.logprobs), cut(current.entropy), cut(current.values))
 
 
 def _rows_of_nonfinite_gradients(

@@ -84,7 +84,8 @@ class Regression(TokenLoss):
 
 def term_rows(term: LossTerm) -> TermRows:
     """A term over the rows of one optimiser step."""
-    return TermRows(term, term.loss.prepare(**term.inputs), term.loss.count(**term.inputs))
+    nobody: Any = None  # none of these losses asks the policy anything beforehand
+    return TermRows(term, term.loss.prepare(nobody, **term.inputs), term.loss.count(**term.inputs))
 
 
 def relative_distance(found: Tensor, expected: Tensor) -> float:
