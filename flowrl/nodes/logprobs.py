@@ -55,7 +55,7 @@ class PolicyLogprobs(_Logprobs):
     sum_pi_squared: bool = False
 
     def __call__(self, sequences: Sequences) -> OldLogprobs:
-        scores, origin = self._score(sequences, sum_pi_squared=self.sum_pi_squared)
+        scores, origin = self._score(sequences, **({"sum_pi_squared": True} if self.sum_pi_squared else {}))
         _report_gap(sequences, scores.logprobs, origin)
         return OldLogprobs(
             sequences.prompt_id, sequences.sample_id, scores.logprobs, origin, sum_pi_squared=scores.sum_pi_squared

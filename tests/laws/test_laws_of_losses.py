@@ -39,7 +39,7 @@ quick = settings(
 draws = st.builds(
     Draw,
     seed=st.integers(0, 9999),
-    group_sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple),
+    group_sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
     response_lengths=st.lists(st.integers(0, 7), min_size=1, max_size=5).map(tuple),
     double=st.booleans(),
 )
