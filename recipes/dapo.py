@@ -60,4 +60,4 @@ def dapo(
     loss = GRPOLoss(clip=0.2, clip_high=0.28, aggregation="token-mean")(rollouts, advantages, old_logprobs)
     flow = RLFlow.from_outputs(Updater(actor, num_minibatches=num_minibatches, optimizer=optimizer)(loss))
 
-    return setup.experiment(flow, setup.train, "eval/heldout/reward", setup.evaluation(), tiny_steps=12)
+    return setup.experiment(flow, setup.train, "eval/heldout/reward", setup.evaluation(), tiny_steps=10)

@@ -69,4 +69,4 @@ def self_play(
     start = Rollout(actor.frozen(), sampling=setup.sampling(), label="start")(problems)
     win_rate = RLFlow.from_outputs(now, match(now, reward(now), theirs=reward(start)))
     evaluation = Evaluation(win_rate, setup.held_out, every=50)
-    return setup.experiment(flow, setup.train, "eval/heldout/reward", evaluation, tiny_steps=15)
+    return setup.experiment(flow, setup.train, "eval/heldout/reward", evaluation, tiny_steps=12)

@@ -28,4 +28,4 @@ def sft(
     flow = RLFlow.from_outputs(Updater(setup.actor, optimizer=optimizer)(SFTLoss()(demonstrations)))
 
     evaluation = setup.evaluation(right, temperature=0.0)
-    return setup.experiment(flow, setup.demonstrations(), "eval/heldout/reward", evaluation, tiny_steps=25)
+    return setup.experiment(flow, setup.demonstrations(), "eval/heldout/reward", evaluation, tiny_steps=20)
