@@ -103,7 +103,11 @@ def complete(cls: type[Node], settings: Mapping[str, Any]) -> Node:
 
 
 def described(node: Node) -> str:
-    """The node with the settings that are not the defaults."""
+    """The node with the settings that are not the defaults; the same text in every process."""
+
+    def shown(value: object) -> str:
+        return getattr(value, "__name__", repr(value)) if callable(value) else repr(value)
+
     defaults = {f.name: f.default for f in fields(node)}
     settings = {k: v for k, v in node.settings().items() if repr(defaults.get(k)) != repr(v)}
-    return f"{node.name}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+    return f"{node.name}({', '.join(f'{k}={shown(v)}' for k, v in settings.items())})"
