@@ -13,9 +13,10 @@ from flowrl.batches import OldLogprobs, RefLogprobs, Sequences
 from flowrl.flow import RLFlow
 from flowrl.graph import Call, Ref, in_notebook
 from flowrl.models import BaseModel, State
-from flowrl.nodes.base import Node
+from flowrl.nodes.base import Node, nan_problems
 from flowrl.nodes.loss import Loss
 from flowrl.nodes.updater import Updater
+from flowrl.same_rows import columns_of_other_rows
 from flowrl.violations import Report, Violation
 from flowrl.weight_edges import order_with_readers_first, owner
 
@@ -127,7 +128,7 @@ def possible_settings(flow: RLFlow) -> Iterator[Violation]:
 def _problems_of(thing: Node | BaseModel | State) -> list[str]:
     """What a thing says of its settings; a setting of the wrong type is a problem too, not an end of the check."""
     try:
-        return list(thing.problems())
+        return [*(nan_problems(thing) if isinstance(thing, Node) else ()), *thing.problems()]
     except (TypeError, ValueError, AttributeError) as error:
         return [f"a setting of the wrong type ({error}): {thing!r}; expected the types that the class declares"]
 
@@ -179,6 +180,22 @@ def groups_for_group_relative(flow: RLFlow) -> Iterator[Violation]:
                         where=call.where,
                         argument=argument,
                     )
+
+
+def columns_of_the_same_rows(flow: RLFlow) -> Iterator[Violation]:
+    """What stands beside sequences in a loss or an advantage was computed from these sequences: ids alone do not tell two
+    rollouts of one source apart."""
+    for call in flow.calls:
+        for argument, beside, about in columns_of_other_rows(call):
+            yield Violation(
+                "same rows",
+                flow.label(call),
+                expected=f"{argument} of the rows of {beside}",
+                received=f"one computed from {about}",
+                do=f"compute {argument} from what is passed as {beside}",
+                where=call.where,
+                argument=argument,
+            )
 
 
 def _makers_of_rows(ref: Ref) -> list[Call]:
@@ -348,6 +365,7 @@ RULES: tuple[Callable[[RLFlow], Iterator[Violation]], ...] = (
     needed_inputs,
     everything_used,
     groups_for_group_relative,
+    columns_of_the_same_rows,
     model_kinds,
     same_logprob_origin,
     full_support,

@@ -74,7 +74,7 @@ def read_case(line: str, place: str) -> Case:
     """
     try:
         raw = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise MalformedCase(f"{place}: not JSON ({error})") from None
     if not isinstance(raw, dict):
         raise MalformedCase(f"{place}: expected an object, received {type(raw).__name__}")

@@ -11,12 +11,16 @@ from flowrl import (
     GAE,
     AdamW,
     Critic,
+    Demonstrations,
     DropUniformGroups,
     Ema,
+    Feedback,
     FunctionReward,
     GroupAdvantage,
     GRPOLoss,
     GRPOUpdater,
+    KTOLoss,
+    MismatchedCompletions,
     Model,
     Node,
     OptimalTokenBaseline,
@@ -25,13 +29,16 @@ from flowrl import (
     PPOUpdater,
     Prompts,
     ReferenceLogprobs,
+    ReMaxAdvantage,
     Rewards,
     RLFlow,
     Rollout,
     Rollouts,
     Sampling,
+    SFTLoss,
     State,
     TrainStats,
+    TruncatedImportance,
     Updater,
     ValueHead,
     ValueLoss,
@@ -230,7 +237,7 @@ def test_unused_calls_in_a_notebook_are_warnings() -> None:
     exec(compile("FunctionReward(len)(w.rollouts)", "/tmp/ipykernel_1/2.py", "exec"), names)
     report = RLFlow.from_outputs(names["w"].update()).check()
     assert report.ok and [v.rule for v in report.warnings] == ["unused call"]
-    assert str(report).startswith("The flow keeps all 13 rules (7 calls), with 1 warning:\n  ! [unused call]")
+    assert str(report).startswith("The flow keeps all 14 rules (7 calls), with 1 warning:\n  ! [unused call]")
 
 
 def test_groups() -> None:
@@ -380,3 +387,58 @@ def test_log_probs_without_what_the_estimator_reads() -> None:
     advantages = OptimalTokenBaseline()(rollouts, FunctionReward(len)(rollouts), old_logprobs)
     report = RLFlow.from_outputs(PPOUpdater(actor)(rollouts, advantages, old_logprobs)).check()
     assert "[missing input] OptimalTokenBaseline#0: expected PolicyLogprobs(model, sum_pi_squared=True)" in str(report)
+
+
+class TestColumnsOfTheSameRows:
+    """Two rollouts of one source mint the same ids, so only the graph tells whose rows a column is about."""
+
+    def flow(self, **wrong: str) -> RLFlow:
+        actor = Model("m")
+        rows = source(Prompts, name="prompts", batch_size=2)
+        by_name = {name: Rollout(actor, group_size=2, label=name)(rows) for name in ("a", "b")}
+
+        def of(what: str) -> Rollouts:
+            return by_name[wrong.get(what, "a")]
+
+        advantages = GroupAdvantage()(by_name["a"], FunctionReward(len)(of("rewards")))
+        old, ref = PolicyLogprobs(actor)(of("old")), ReferenceLogprobs(actor.frozen())(of("ref"))
+        weights = TruncatedImportance()(of("weights"), PolicyLogprobs(actor)(of("weights")))
+        loss = GRPOLoss(kl_coef=0.1)(by_name["a"], advantages, old, ref, importance_weights=weights)
+        b = by_name["b"]
+        other = GRPOLoss()(b, GroupAdvantage()(b, FunctionReward(len)(b)), PolicyLogprobs(actor)(b))
+        return RLFlow.from_outputs(Updater(actor)(loss, other))
+
+    @pytest.mark.parametrize("what", ["rewards", "old", "ref", "weights"])
+    def test_another_rollout_is_refused(self, what: str) -> None:
+        found = [v for v in self.flow(**{what: "b"}).check().violations if v.rule == "same rows"]
+        assert len(found) == 1 and "one computed from b" in found[0].received
+
+    def test_the_right_one_is_fine(self) -> None:
+        assert self.flow().check().ok
+
+    def test_filters_and_greedy_baselines_are_fine(self) -> None:
+        actor = Model("m")
+        rows = source(Prompts, name="prompts", batch_size=2)
+        sampled = Rollout(actor, group_size=2)(rows)
+        rewards = FunctionReward(len)(sampled)
+        kept = DropUniformGroups()(sampled, rewards)
+        greedy = FunctionReward(len)(Rollout(actor, sampling=Sampling(temperature=0.0))(rows))
+        advantages = ReMaxAdvantage()(kept, rewards, greedy_rewards=greedy)
+        report = RLFlow.from_outputs(PPOUpdater(actor)(kept, advantages, PolicyLogprobs(actor)(sampled))).check()
+        assert report.ok, report
+
+    def test_the_references_of_kto_swapped(self) -> None:
+        actor = Model("m")
+        feedback = source(Feedback, name="feedback", batch_size=4)
+        mismatched, reference = MismatchedCompletions()(feedback), ReferenceLogprobs(actor.frozen())
+        right, wrong = reference(feedback), reference(mismatched)
+        good = KTOLoss()(feedback, right, mismatched=mismatched, mismatched_ref=wrong)
+        assert RLFlow.from_outputs(Updater(actor)(good)).check().ok
+        swapped = KTOLoss()(feedback, wrong, mismatched=mismatched, mismatched_ref=right)
+        report = RLFlow.from_outputs(Updater(actor)(swapped, good)).check()
+        assert {v.argument for v in report.violations if v.rule == "same rows"} >= {"ref_logprobs"}
+
+
+def test_a_setting_that_is_no_number() -> None:
+    flow = RLFlow.from_outputs(Updater(Model("m"))(SFTLoss(weight=float("nan"))(source(Demonstrations, name="demos"))))
+    assert any(v.received == "weight is nan" for v in flow.check().violations)

@@ -20,10 +20,10 @@ LEVELS: list[tuple[str, ...]] = [
     ("annotations", "graph"),
     ("nodes", "functional"),
     ("testing",),
-    ("weight_edges", "flow", "short_form"),
+    ("weight_edges", "same_rows", "flow", "short_form"),
     ("violations", "checks"),
     ("compiler",),
-    ("preflight", "run", "recipes", "cli"),
+    ("preflight", "run", "recipes", "cli", "__main__"),
 ]
 LEAVES = ("display", "drawing", "data", "serve", "runtime", "tiny")
 HEAVY = ("torch", "transformers", "vllm", "megatron", "ray", "numpy", "pyarrow", "matplotlib", "tensorboard", "IPython")

@@ -617,3 +617,8 @@ def test_a_draw_without_rows_that_count(recwarn: pytest.WarningsRecorder) -> Non
     mask = inputs["demonstrations"].loss_mask
     assert len(mask.values) and not bool(mask.values.any())
     assert not recwarn.list
+
+
+def test_a_check_that_would_look_at_nothing_is_refused() -> None:
+    with pytest.raises(FlowError, match="tests nothing"):
+        check_loss(flowrl.PPOLoss(), num_draws=0)

@@ -195,11 +195,25 @@ class Node(_NodeTransform):
         if here is not None and not here.label:  # a call inside of a body goes on drawing from the body's generators
             context.seed_call(label)
         here = here or context.StepContext()
+        self._refuse_problems(frozenset(arguments))
         untouched = Untouched(self, dict(list(bound.arguments.items())[1:]))
         with context.use_step(replace(here, label=label, counts={}, writes=self.writes())):
             result = body(*bound.args, **bound.kwargs)
         untouched.check()
         return check_result(self, result)
+
+    def _refuse_problems(self, given: frozenset[str]) -> None:
+        """Refuse settings and wiring that cannot work, once: what the check of a flow does, where there is no flow."""
+        if "_checked" in self.__dict__:
+            return
+        problems = [*nan_problems(self), *self.problems(), *self.wiring_problems(given)]
+        if problems:
+            raise GraphError(
+                f"{self.name} cannot run: {'; '.join(problems)}",
+                expected="settings that can work",
+                received=f"{len(problems)} that cannot",
+            )
+        self.__dict__["_checked"] = True
 
     @property
     def name(self) -> str:
@@ -209,6 +223,13 @@ class Node(_NodeTransform):
     def settings(self) -> dict[str, Any]:
         """Its fields by name, the label aside."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "label"}
+
+
+def nan_problems(node: Node) -> Iterator[str]:
+    """Settings that are not a number, a sentence each: no comparison would find them."""
+    for name, value in node.settings().items():
+        if isinstance(value, float) and value != value:
+            yield f"{name} is nan; expected a number"
 
 
 def held(value: Any, kind: type[T]) -> Iterator[T]:

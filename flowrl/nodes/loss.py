@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, Self, get_args, overload
 
 from flowrl.annotations import edge_types, is_edge_annotation, resolve_hints
-from flowrl.batches import Advantages, Batch, OldLogprobs, Sequences
-from flowrl.columns import select_rows
+from flowrl.batches import Advantages, Batch, ImportanceWeights, OldLogprobs, RefLogprobs, Sequences, Values
+from flowrl.columns import check_lengths, select_rows
 from flowrl.errors import GraphError
 from flowrl.graph import user_location
 from flowrl.models import AnyModel, BaseModel, State
@@ -26,6 +26,23 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+#: Of a batch with a number a token, the column in response layout.
+_TOKEN_COLUMN: dict[type, str] = {
+    OldLogprobs: "old_logprobs",
+    RefLogprobs: "ref_logprobs",
+    Values: "values",
+    Advantages: "advantages",
+    ImportanceWeights: "weights",
+}
+
+
+def owner_of(column: str, sequences: tuple[str, ...]) -> str:
+    """The argument that a column stands beside: the sequences whose name it begins with (``mismatched_ref`` belongs to
+    ``mismatched``), else the first."""
+    named = [name for name in sequences if column.startswith(f"{name}_")]
+    return max(named, key=len) if named else sequences[0]
+
+
 #: By name, (sum, count). The objective is called "loss"; the rest are metrics and carry no gradient. A count of None
 #: says that the sum over the optimiser batch is the number itself ("token-sum"): it is not divided.
 Sums = dict[str, tuple["Tensor", "Tensor | None"]]
@@ -208,8 +225,26 @@ class Loss(Node):
 
     def term(self, **inputs: Any) -> LossTerm:
         """Bind the inputs: what ``__call__`` of a loss returns. A setting that is a ``State`` is bound too, to its value
-        now, so that all micro-batches see one number."""
-        return LossTerm(self.bound(), {k: v for k, v in inputs.items() if v is not None})
+        now, so that all micro-batches see one number.
+
+        Raises:
+            BatchError: a column of tokens does not fit the responses that it stands beside.
+        """
+        given = {k: v for k, v in inputs.items() if v is not None}
+        self._check_layout(given)
+        if not abs(self.weight) < float("inf"):
+            raise GraphError(f"The loss {self.name} has no weight", expected="a finite number", received=self.weight)
+        return LossTerm(self.bound(), given)
+
+    def _check_layout(self, inputs: Mapping[str, Any]) -> None:
+        """Equal ids do not make equal rows: two rollouts of one source mint the same."""
+        sequences = {name: v for name, v in inputs.items() if isinstance(v, Sequences)}
+        for name, batch in inputs.items():
+            column = getattr(batch, _TOKEN_COLUMN.get(type(batch), ""), None)
+            if column is not None and sequences:
+                beside = owner_of(name, tuple(sequences))
+                what = f"a value for each response token of {beside}, whose rows these ids name"
+                check_lengths(f"{self.name}: {name}", "values", column, sequences[beside].response_lengths, what)
 
     def bound(self) -> Self:
         """This loss with the value of each State among its settings."""

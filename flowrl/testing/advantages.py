@@ -18,7 +18,7 @@ from flowrl.testing.errors import LawError
 from flowrl.testing.inputs import Draw, InputMakers, make_inputs, owner_of
 from flowrl.testing.losses import Poison, poison_of, poisoned_columns
 from flowrl.testing.measure import no_engines, relative, under_test
-from flowrl.testing.settings import Choice, choices, described, instances
+from flowrl.testing.settings import Choice, choices, described, instances, require_draws
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +65,7 @@ def check_advantage(
         def test_my_advantage():
             check_advantage(MyAdvantage)
     """
+    require_draws(num_draws)
     for one in instances(node, settings):
         for number in range(num_draws):
             draw = Draw.random(seed + number, smallest_group=one.needs_groups)

@@ -27,7 +27,7 @@ from flowrl.testing.measure import (
     relative,
     under_test,
 )
-from flowrl.testing.settings import Choice, choices, described, instances
+from flowrl.testing.settings import Choice, choices, described, instances, require_draws
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +76,7 @@ def check_loss(
         def test_my_loss():
             check_loss(MyLoss)
     """
+    require_draws(num_draws)
     for one in instances(loss, settings):
         for number in range(num_draws):
             draw = Draw.random(seed + number, double=number % 2 == 1)

@@ -111,3 +111,13 @@ def described(node: Node) -> str:
     defaults = {f.name: f.default for f in fields(node)}
     settings = {k: v for k, v in node.settings().items() if repr(defaults.get(k)) != repr(v)}
     return f"{node.name}({', '.join(f'{k}={shown(v)}' for k, v in settings.items())})"
+
+
+def require_draws(num_draws: int) -> None:
+    """Refuse a check that would look at nothing.
+
+    Raises:
+        FlowError: fewer than one draw.
+    """
+    if num_draws < 1:
+        raise FlowError("A check without draws tests nothing", expected="num_draws of at least 1", received=num_draws)

@@ -24,8 +24,9 @@ from flowrl import (
     rewards_like,
     source,
 )
+from flowrl.batches import LogprobOrigin
 from flowrl.context import StepContext, current_step, use_step
-from flowrl.errors import AlignmentError, EdgeTypeError, FlowError, GraphError, ModelError
+from flowrl.errors import AlignmentError, BatchError, EdgeTypeError, FlowError, GraphError, ModelError
 from tests.tiny import recorded_rollouts
 
 
@@ -405,3 +406,23 @@ class TestLabelsAndRandomness:
             Reports()(recorded_rollouts())
         Reports()(recorded_rollouts())
         assert heard == {"rows": 6}
+
+
+def test_settings_that_cannot_work_are_refused_where_there_is_no_flow_too() -> None:
+    """Stepping through an algorithm by hand must not train on what a flow would refuse."""
+    rollouts = recorded_rollouts(group_size=3)
+    rewards = flowrl.rewards_like(rollouts, x=rollouts.response_lengths.float())
+    with pytest.raises(GraphError, match=r"GroupAdvantage cannot run: eps is -5"):
+        flowrl.GroupAdvantage(eps=-5.0)(rollouts, rewards)
+    with pytest.raises(GraphError, match=r"eps is nan; expected a number"):
+        flowrl.GroupAdvantage(eps=float("nan"))(rollouts, rewards)
+    advantages = flowrl.GroupAdvantage()(rollouts, rewards)
+    origin = LogprobOrigin("m", 0, "test", "float32")
+    old = flowrl.OldLogprobs(rollouts.prompt_id, rollouts.sample_id, rollouts.rollout_logprobs, origin)
+    with pytest.raises(GraphError, match=r"kl_coef is 0.1 without ref_logprobs"):
+        flowrl.GRPOLoss(kl_coef=0.1)(rollouts, advantages, old)
+    # Equal ids, as many tokens in all, but other responses: the rows would be shifted against each other.
+    order = [1, 0, 2, 3, 4, 5, 6, 7, 8]
+    shifted = replace(old, old_logprobs=rollouts.rollout_logprobs.select(order))
+    with pytest.raises(BatchError, match=r"GRPOLoss: old_logprobs.values does not fit row 0"):
+        flowrl.GRPOLoss()(rollouts, advantages, shifted)

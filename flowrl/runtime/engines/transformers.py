@@ -248,6 +248,13 @@ class TransformersEngine:
 
     @torch.no_grad()
     def top_logprobs(self, sequences: Sequences, k: int, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        if k > self.network.vocab_size:
+            raise ModelError(
+                f"{self.model!r} has no {k} tokens to choose from",
+                expected=f"k of at most {self.network.vocab_size}, its vocabulary",
+                received=k,
+                do="choose a smaller k",
+            )
         parts = [p.top for p in self._forwards(sequences, Wanted(temperature or 1.0, top_k=k)) if p.top is not None]
         if not parts:
             return torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k)

@@ -116,6 +116,13 @@ def _read_distributions(out: Forward, mine: Distributions, sequences: Sequences,
         compare = functools.partial(divergence, kind=spec.kind, beta=spec.beta)
         out.divergences[spec] = mine.map(compare, theirs).cpu()
     for ids in wanted.candidates:
+        if ids.numel() and int(ids.max()) >= mine.vocab_size:
+            raise ModelError(
+                "A teacher's tokens are not in the student's vocabulary",
+                expected=f"token ids below {mine.vocab_size}",
+                received=int(ids.max()),
+                do="take a teacher of the same family, with the same tokenizer",
+            )
         out.candidates.append(mine.map(lambda logprobs, ids: logprobs.gather(1, ids), ids.to(device)).cpu())
     if wanted.top_k:
         parts = mine.map(lambda logprobs: torch.cat(_top(logprobs, wanted.top_k), dim=-1)).cpu()

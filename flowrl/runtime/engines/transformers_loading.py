@@ -167,6 +167,12 @@ def _classifier_on(module: Any) -> Any:
     return classifier.eval()
 
 
+def _is_classifier(model: Model) -> bool:
+    """Whether the source of a Model holds a sequence classifier; a reward model with a new head starts from a language
+    model."""
+    return model.kind == "reward" and not getattr(model, "new_head", False)
+
+
 def _zero_score_head(model: Model, module: Any) -> None:
     head = getattr(module, "score", None)
     if not isinstance(head, torch.nn.Linear):
@@ -304,7 +310,7 @@ def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | 
     stat = file.stat()
     key = json.dumps(
         [str(file.resolve()), stat.st_size, stat.st_mtime_ns, sorted((k, str(v)) for k, v in options.items())]
-        + [model.kind == "reward", model.dtype, transformers.__version__]
+        + [_is_classifier(model), model.dtype, transformers.__version__]
     )
     target = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
     if (target / "config.json").is_file():
@@ -329,7 +335,7 @@ def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | 
 
 
 def _convert(model: Model, source: str, options: Mapping[str, Any], folder: Path) -> None:
-    auto: Any = AutoModelForSequenceClassification if model.kind == "reward" else AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification if _is_classifier(model) else AutoModelForCausalLM
     with _converting(model), quiet():
         more = {"dtype": getattr(torch, model.dtype), **options}
         module, info = auto.from_pretrained(source, output_loading_info=True, **more)
