@@ -112,9 +112,7 @@ def _refuse_missing(**parts: Any) -> NoReturn:
     )
 
 
-def _offer_logprobs(
-    pool: _Pool, rollouts: Any, policy: AnyModel, reference: AnyModel | None, estimator: Node
-) -> None:
+def _offer_logprobs(pool: _Pool, rollouts: Any, policy: AnyModel, reference: AnyModel | None, estimator: Node) -> None:
     from flowrl.nodes import PolicyLogprobs, ReferenceLogprobs
 
     old_logprobs = PolicyLogprobs(policy)
