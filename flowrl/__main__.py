@@ -1,4 +1,4 @@
-"""``python -m flowrl``: the command."""
+"""``python -m flowrl``: the ``flowrl`` command, where torchrun wants a module."""
 
 from flowrl.cli import main
 

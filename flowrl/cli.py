@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
+import os
 import signal
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowrl.compiler.strategy import Strategy
 from flowrl.errors import FlowError, nearest
+
+if TYPE_CHECKING:
+    from flowrl.run import RunResult
 
 #: A mistake on the command line: click's class, or that of the copy of click which newer versions of typer bring along.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -34,7 +41,12 @@ SIGNAL_BASE = 128
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, and exit."""
-    sys.exit(run_command(sys.argv[1:] if arguments is None else arguments))
+    status = run_command(sys.argv[1:] if arguments is None else arguments)
+    if status == ERROR and os.environ.get("WORLD_SIZE", "1") != "1":
+        from flowrl.runtime.spmd import end_now
+
+        end_now(status)
+    sys.exit(status)
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -43,15 +55,27 @@ def run_command(arguments: Sequence[str]) -> int:
         return int(app(args=list(arguments), prog_name="flowrl", standalone_mode=False) or 0)
     except FlowError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        print(f"error: {error}{notes}", file=sys.stderr)
+        if _tells(error):
+            print(f"error: {error}{notes}", file=sys.stderr)
         return ERROR
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
             return USAGE
         where = f" (`{error.ctx.command_path} --help` lists what there is)" if error.ctx is not None else ""
+        if not _tells(error):
+            return USAGE
         print(f"error: {_usage_message(error)}{where}", file=sys.stderr)
         return USAGE
+
+
+def _tells(error: BaseException) -> bool:
+    """Whether this process is the one of several ranks that says so."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    from flowrl.runtime.ranks import tells
+
+    return tells(error)
 
 
 def _usage_message(error: Any) -> str:
@@ -68,8 +92,15 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        print("Ended at once. What the last checkpoint holds is whole.", file=sys.stderr)
+        if _tells(error):
+            print("Ended at once. What the last checkpoint holds is whole.", file=sys.stderr)
         raise typer.Exit(SIGNAL_BASE + getattr(error, "signal_number", signal.SIGINT)) from None
+
+
+class _Sharding(enum.Enum):
+    full = "full"
+    optimizer = "optimizer"
+    none = "none"
 
 
 _RECIPE_ARGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -84,7 +115,9 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
         arguments: dict[str, Any],
         num_steps: Annotated[int | None, typer.Option(help="Iterations in all.")] = None,
         out: Annotated[Path | None, typer.Option(help="Run folder; by default runs/<recipe>-<n>.")] = None,
-        runtime: Annotated[str, typer.Option(help="What executes it: local.")] = "local",
+        runtime: Annotated[
+            str, typer.Option(help="What executes it: local; or spmd, all ranks that torchrun started.")
+        ] = "local",
         resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
         seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
         time_limit: Annotated[float | None, typer.Option(help="Seconds after which to end cleanly.")] = None,
@@ -92,7 +125,17 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
         dump_step: Annotated[
             list[int] | None, typer.Option(help="Keep this step for `flowrl replay`; may be repeated.")
         ] = None,
+        tensor_parallel: Annotated[
+            int | None, typer.Option(help="Ranks that share each layer; all others are data parallel.")
+        ] = None,
+        sharding: Annotated[
+            _Sharding | None, typer.Option(help="What is sharded over data-parallel ranks.", show_choices=True)
+        ] = None,
+        deadline: Annotated[
+            float | None, typer.Option(help="Seconds that one call may take on several ranks before they are ended.")
+        ] = None,
     ) -> None:
+        _check_launch(runtime)
         if resume and out is None:
             raise FlowError("--resume needs the run folder", expected="--out FOLDER", received="nothing")
         known = _parameters(file)
@@ -108,18 +151,48 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
             "time_limit": time_limit,
             "checkpoint_every": checkpoint_every,
             "dump_steps": tuple(dump_step) if dump_step else None,
+            "strategy": _strategy(experiment.options.get("strategy"), tensor_parallel, sharding),
+            "deadline": deadline,
         }
         options = {k: v for k, v in given.items() if v is not None}
         options.setdefault("name", experiment.options.get("name", file.stem))
         result = experiment.run(runtime=runtime, resume=resume, **options)
-        end = f"{result.status} after {result.steps} steps. Run folder: {result.folder}."
-        print(end + (f" Report: {result.report}" if result.report.exists() else ""))
+        if result.rank == 0:
+            _say_end(result)
         if result.status == "interrupted":
             raise typer.Exit(SIGNAL_BASE + (result.signal_number or 0))
         if result.status == "time limit":
             raise typer.Exit(TIME_LIMIT)
 
     _with_recipe_flags(ctx, file, start)
+
+
+def _say_end(result: RunResult) -> None:
+    end = f"{result.status} after {result.steps} steps. Run folder: {result.folder}."
+    print(end + (f" Report: {result.report}" if result.report.exists() else ""))
+
+
+def _check_launch(runtime: str) -> None:
+    """Refuse to run once in each of several processes.
+
+    Raises:
+        FlowError: torchrun started several, and the runtime is not for them.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if runtime == "local" and ranks != "1":
+        raise FlowError(
+            f"{ranks} processes would each run the whole of this recipe",
+            expected="--runtime spmd under torchrun",
+            received=f"--runtime local and WORLD_SIZE={ranks}",
+            do="add --runtime spmd, or run `flowrl run` without torchrun",
+        )
+
+
+def _strategy(recipes: Strategy | None, tensor_parallel: int | None, sharding: _Sharding | None) -> Strategy | None:
+    """The recipe's strategy for all Models, changed by flags."""
+    given = {"tensor_parallel": tensor_parallel, "sharding": None if sharding is None else sharding.value}
+    changed: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    return replace(recipes or Strategy(), **changed) if changed else None
 
 
 @app.command(
@@ -160,6 +233,68 @@ def recipes(folder: Annotated[Path | None, typer.Argument(metavar="FOLDER")] = N
 
     for file, line in list_recipes(recipe_folder() if folder is None else folder):
         print(f"{file}: {line}")
+
+
+@app.command(help="Say what is installed, what works here, and what to type; exits with 1 when something is wrong.")
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="All of it, for programs.")] = False,
+    deadline: Annotated[float, typer.Option(help="Seconds that each trial may take.", min=1)] = 180.0,
+    try_engines: Annotated[bool, typer.Option("--try/--no-try", help="Really run each engine.")] = True,
+) -> None:
+    from rich.console import Console
+
+    from flowrl.doctor import examine
+
+    with _status("what was tried has ended") as show:
+        report = examine(deadline=deadline, try_engines=try_engines, show=show)
+    if json:
+        import json as json_module
+
+        print(json_module.dumps(report.to_json(), indent=1))
+    else:
+        from flowrl.diagnostics.display import print_report
+
+        print_report(report, Console())
+    if not report.ok:
+        raise typer.Exit(ERROR)
+
+
+@app.command(help="Measure this machine (matrix products, memory, links, the engine) into a file for estimates.")
+def calibrate(
+    out: Annotated[Path | None, typer.Option(help="The file; by default in the user's cache folder.")] = None,
+    model: Annotated[str, typer.Option(help="tiny, smollm2, a folder, or a name on a hub.")] = "tiny",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<index>; by default the best.")] = None,
+) -> None:
+    from rich.console import Console
+
+    from flowrl.calibrate import calibrate as measure
+    from flowrl.calibrate import check_writable
+    from flowrl.calibration import default_path
+    from flowrl.diagnostics.display import print_calibration
+
+    path = default_path() if out is None else out
+    with _status(f"{path} is as it was") as show:
+        check_writable(path)
+        measured = measure(model, quick=quick, device=device, show=show)
+    print_calibration(measured, Console())
+    print(f"Written to {measured.save(path)}.")
+
+
+@contextlib.contextmanager
+def _status(interrupted: str) -> Iterator[Callable[[str], None]]:
+    """Inside the body, a function that shows what happens now, on stderr; Ctrl-C says ``interrupted`` and exits."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    try:
+        with console.status("") as status:
+            yield (
+                status.update if console.is_terminal else (lambda text: print(f"{text} …", file=sys.stderr, flush=True))
+            )
+    except KeyboardInterrupt:
+        print(f"Interrupted: {interrupted}.", file=sys.stderr)
+        raise typer.Exit(SIGNAL_BASE + signal.SIGINT) from None
 
 
 @app.command(help="Print the version.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from flowrl.errors import FlowError
 
 if TYPE_CHECKING:
+    from flowrl.compiler.strategy import Strategy
     from flowrl.models import DerivedModel, Model, State
     from flowrl.runtime.engines.base import Engine
+    from flowrl.runtime.ranks import Ranks
 
 
 @dataclass
@@ -41,6 +43,10 @@ class Bindings:
     resources: dict[Any, Any] = field(default_factory=dict)
     #: The plan's token budget of one forward pass in training and scoring.
     micro_batch_tokens: int = 4096
+    #: The plan's strategy of each Model, by name.
+    strategies: Mapping[str, Strategy] = field(default_factory=dict)
+    #: This process among the ranks of the run; None for a run of one.
+    ranks: Ranks | None = None
 
     def engine(self, model: Model) -> Engine:
         """The engine that holds this Model, opened at first use."""

@@ -132,6 +132,10 @@ class RunFolderError(FlowError, RuntimeError):
     """A run folder exists already, cannot be written, or is not a run folder."""
 
 
+class RankError(FlowError, RuntimeError):
+    """A rank of a run raised, died or hangs."""
+
+
 class UnsupportedError(FlowError, NotImplementedError):
     """This machine, engine or version cannot do what was asked."""
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from flowrl.adapters import LoRA, Quantization, quantization_problems
 from flowrl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -75,10 +76,14 @@ class Model(BaseModel):
         load_options: passed on to ``from_pretrained`` of model and tokenizer (``gguf_file``, ``revision``, …).
         engine: which engine holds it: "transformers".
         device: "cpu", "cuda", "cuda:1", …; None takes the machine's best.
+        lora: train low-rank adapters alone; the weights of the source are the base, which never changes.
+        quantization: hold the linear layers of the trunk in fewer bits: "nf4" or "int8" quantise the source as it is
+            loaded; "gptq" says that the source holds GPTQ weights. What is quantised is not trained itself: give ``lora``.
 
     Example::
 
         actor = Model("Qwen/Qwen3-1.7B", autocast="bfloat16")
+        actor = Model("Qwen/Qwen3-8B", dtype="bfloat16", quantization="nf4", lora=LoRA(rank=16))
     """
 
     source: Any
@@ -89,6 +94,8 @@ class Model(BaseModel):
     load_options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     engine: str = field(default="transformers", kw_only=True)
     device: str | None = field(default=None, kw_only=True)
+    lora: LoRA | None = field(default=None, kw_only=True)
+    quantization: Quantization | None = field(default=None, kw_only=True)
 
     name_suffix: ClassVar[str] = ""
 
@@ -102,7 +109,8 @@ class Model(BaseModel):
         return self.trainable
 
     def frozen(self) -> Frozen:
-        """This Model as it was at step 0, after a resume too; one and the same however often it is asked for."""
+        """This Model as it was at step 0, after a resume too; one and the same however often it is asked for. Of a Model
+        with ``lora`` it is the base with the adapter off, and takes no memory for weights."""
         existing = getattr(self, "_frozen", None)
         if existing is None:
             existing = Frozen(self)
@@ -117,6 +125,29 @@ class Model(BaseModel):
             found.append(f"dtype is {self.dtype!r}; expected float32, bfloat16 or float16")
         if self.autocast not in (None, "bfloat16", "float16"):
             found.append(f"autocast is {self.autocast!r}; expected None, bfloat16 or float16")
+        return [*found, *self._adapter_problems()]
+
+    def _adapter_problems(self) -> list[str]:
+        found = list(quantization_problems(self.quantization))
+        if self.lora is not None and not isinstance(self.lora, LoRA):
+            return [*found, f"lora is {self.lora!r}; expected None or LoRA(rank=…, alpha=…)"]
+        if self.lora is not None:
+            found += self.lora.problems()
+            if not self.trainable and self.lora.adapter_source is None:
+                found.append(
+                    "trainable is False with a new adapter in lora; expected trainable=True, or lora=LoRA(adapter_source=…) "
+                    "with an adapter that somebody has trained"
+                )
+        if self.quantization is not None and self.trainable and self.lora is None:
+            found.append(
+                f"quantization is {self.quantization!r} of a trainable Model without an adapter; expected lora=LoRA(…) "
+                "(add lora=: a quantised base is not trained itself), or trainable=False"
+            )
+        if self.quantization is not None and not isinstance(self.source, str | os.PathLike):
+            found.append(
+                f"quantization is {self.quantization!r} of a live {type(self.source).__name__}; expected a name or a folder "
+                "as source: weights are quantised as they are loaded"
+            )
         return found
 
 
@@ -162,6 +193,9 @@ class DerivedModel(BaseModel):
 
     def problems(self) -> list[str]:
         if isinstance(self.base, Model):
+            copies = self.parameter_set is self  # of a head that is trained whole: it is no adapter
+            if copies and self.base.lora is not None and getattr(self.base, "new_head", False):
+                return [f"base is {self.base!r}, with lora and a new head; expected a Model whose head is not trained"]
             return []
         return [f"base is {self.base!r}; expected a Model that is not derived itself"]
 
@@ -284,7 +318,7 @@ class State:
 
 def like(model: Model) -> dict[str, Any]:
     """The settings of a Model that another one on the same source shares."""
-    names = ("tokenizer", "dtype", "autocast", "load_options", "engine", "device")
+    names = ("tokenizer", "dtype", "autocast", "load_options", "engine", "device", "lora", "quantization")
     return {name: getattr(model, name) for name in names}
 
 

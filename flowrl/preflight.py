@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flowrl.run import Evaluation
     from flowrl.runtime.local import LocalRuntime
 
-RUNTIMES = ("local",)
+RUNTIMES = ("local", "spmd")
 #: So many prompts are tokenised before training to find those that are too long; longer data are checked as they come.
 PROMPTS_CHECKED = 20_000
 
@@ -58,6 +58,7 @@ def _bad_settings(
     dump_steps: Any,
     samples_every: Any,
     micro_batch_tokens: Any,
+    deadline: Any,
 ) -> Iterator[str]:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         yield f"seed is {seed!r}; expected a whole number of at most 64 bits"
@@ -77,6 +78,8 @@ def _bad_settings(
             yield f"{name} is {value!r}; expected a whole number, at least {least[name]}"
     if time_limit is not None and not (isinstance(time_limit, int | float) and time_limit > 0):
         yield f"time_limit is {time_limit!r}; expected seconds, more than 0"
+    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+        yield f"deadline is {deadline!r}; expected seconds, more than 0"
     for step in dump_steps:
         if not _whole(step, 1) or (_whole(num_steps, 1) and step > num_steps):
             yield f"dump_steps holds {step!r}; expected steps from 1 to num_steps={num_steps}"

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.compiler.cluster import Cluster
-from flowrl.compiler.compile import DEFAULT_MICRO_BATCH_TOKENS, compile
-from flowrl.errors import CheckpointError, FlowError
+from flowrl.compiler.compile import DEFAULT_MICRO_BATCH_TOKENS, Strategies, compile
+from flowrl.compiler.plan import Program
+from flowrl.compiler.strategy import Strategy
+from flowrl.errors import CheckpointError, FlowError, nearest
 from flowrl.flow import RLFlow
 from flowrl.models import Model
 from flowrl.preflight import check_names, check_prompts, check_recorded, check_settings, data_of
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from flowrl.runtime.evaluation import EvaluationResult
     from flowrl.runtime.local import LocalRuntime
-    from flowrl.runtime.run_folder import RunFolder
+    from flowrl.runtime.ranks import Ranks
     from flowrl.runtime.run_state import EvaluationPlan, Outcome
 
 
@@ -59,6 +61,7 @@ class RunResult:
         folder: the run folder; ``report`` and ``export`` lie in it.
         evaluations: the first and the last of each name, those before a resume included; the numbers of all are metrics.
         signal_number: which signal came, if one did.
+        rank: of this process among those of the run, all of which have the same result.
     """
 
     status: Literal["finished", "time limit", "interrupted"]
@@ -66,6 +69,7 @@ class RunResult:
     folder: Path
     evaluations: tuple[EvaluationResult, ...] = field(default=(), repr=False)
     signal_number: int | None = None
+    rank: int = field(default=0, repr=False)
 
     @property
     def report(self) -> Path:
@@ -94,7 +98,8 @@ class Experiment:
         data: the data set of the one source, or data sets by source name.
         num_steps: iterations.
         evaluations: on held-out data.
-        on_end: called with the RunResult of a run that was not interrupted; prints a summary, say.
+        on_end: called with the RunResult of a run that was not interrupted; prints a summary, say. Of several ranks the first
+            calls it.
         options: further keyword arguments of :func:`run`.
     """
 
@@ -111,10 +116,7 @@ class Experiment:
         Raises:
             FlowError: the first thing that does not fit.
         """
-        program = compile(self.flow)
-        data_of(program, self.data)
-        plans = [_evaluation_plan(e, None, DEFAULT_MICRO_BATCH_TOKENS) for e in self.evaluations]
-        check_names([program, *(p.program for p in plans)])
+        _Planner(None).all(self.flow, self.data, self.evaluations)
 
     def run(self, **overrides: Any) -> RunResult:
         """Run it; keyword arguments of :func:`run` override the recipe's own."""
@@ -125,7 +127,7 @@ class Experiment:
             **overrides,
         }
         result = run(self.flow, self.data, **arguments)
-        if self.on_end is not None and result.status != "interrupted":
+        if self.on_end is not None and result.status != "interrupted" and result.rank == 0:
             self.on_end(result)
         return result
 
@@ -154,6 +156,9 @@ def run(
     name: str = "flow",
     cluster: Cluster | None = None,
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
+    strategies: Strategies | None = None,
+    strategy: Strategy | None = None,
+    deadline: float | None = None,
 ) -> RunResult:
     """Train.
 
@@ -163,7 +168,8 @@ def run(
         num_steps: iterations in all, those before a resume included.
         out: the run folder; by default ``runs/<name>-<n>``.
         seed: of everything random; two runs with one seed are equal.
-        runtime: "local".
+        runtime: "local", in this process; or "spmd", on all ranks that torchrun started: every rank calls ``run``, and gets the
+            same result.
         resume: go on from the newest checkpoint in ``out``.
         evaluations: flows without an updater on held-out data.
         checkpoint_every: steps between checkpoints; None only at the end. One is always written when a run ends cleanly.
@@ -182,6 +188,10 @@ def run(
         name: titles the display and the report.
         cluster: what to plan for; by default this machine's best device.
         micro_batch_tokens: token budget of one forward pass in training and scoring.
+        strategies: by Model or name of one, how it is held over the ranks; see :func:`flowrl.compile`.
+        strategy: of all other Models.
+        deadline: seconds that one call may take on several ranks, before the run is given up because one hangs; by default
+            ``FLOWRL_DEADLINE``, else half an hour.
 
     Raises:
         CheckError: the flow breaks rules; all are listed.
@@ -189,97 +199,205 @@ def run(
         ModelError: a Model cannot be loaded.
         RunFolderError: ``out`` exists, is in use, cannot be written, or is too full.
         CheckpointError: the checkpoint to resume from is damaged or of another run.
+        RankError: another rank raised, or is gone.
     """
     started = time.monotonic()
     check_settings(num_steps=num_steps, runtime=runtime, keep_best=keep_best, evaluations=evaluations, seed=seed,
                    checkpoint_every=checkpoint_every, keep_last=keep_last, time_limit=time_limit, dump_steps=dump_steps,
                    max_nonfinite_steps=max_nonfinite_steps, max_empty_steps=max_empty_steps, samples_every=samples_every,
-                   micro_batch_tokens=micro_batch_tokens)  # fmt: skip
-    program = compile(flow, cluster, micro_batch_tokens=micro_batch_tokens)
-    data = data_of(program, data)
-    plans = [_evaluation_plan(e, cluster, micro_batch_tokens) for e in evaluations]
-    check_names([program, *(p.program for p in plans)])
+                   micro_batch_tokens=micro_batch_tokens, deadline=deadline)  # fmt: skip
+    with _ranks(runtime, deadline) as ranks:
+        plan = _Planner(cluster or Cluster.detect(ranks.size), micro_batch_tokens, strategies or {}, strategy)
+        program, sets, plans = ranks.together(lambda: plan.all(flow, data, evaluations, ranks.size))
 
+        from flowrl.runtime.run_folder import RunFolder, default_folder
+        from flowrl.runtime.run_state import Settings
+
+        settings = Settings(
+            num_steps=num_steps,
+            seed=seed,
+            checkpoint_every=checkpoint_every,
+            keep_last=keep_last,
+            keep_best=keep_best,
+            time_limit=time_limit,
+            max_nonfinite_steps=max_nonfinite_steps,
+            max_empty_steps=max_empty_steps,
+            dump_steps=tuple(dump_steps),
+            samples_every=samples_every,
+            progress=progress,
+            title=name,
+        )
+        folder = RunFolder(ranks.once(lambda: Path(out) if out is not None else default_folder(name)))
+        local = _runtime(runtime)(program, sets, plans, folder, settings, ranks)
+        return _run(local, resume=resume, started=started, export=export, report=report)
+
+
+@contextlib.contextmanager
+def _ranks(runtime: str, deadline: float | None) -> Iterator[Ranks]:
+    if runtime == "spmd":
+        from flowrl.runtime.spmd import joined
+
+        with joined(deadline) as ranks:
+            yield ranks
+    else:
+        from flowrl.runtime.ranks import ONE_RANK
+
+        yield ONE_RANK
+
+
+def _runtime(name: str) -> type[LocalRuntime]:
+    if name == "spmd":
+        from flowrl.runtime.spmd import SpmdRuntime
+
+        return SpmdRuntime
     from flowrl.runtime.local import LocalRuntime
-    from flowrl.runtime.run_folder import RunFolder, default_folder
-    from flowrl.runtime.run_state import Settings
 
-    settings = Settings(
-        num_steps=num_steps,
-        seed=seed,
-        checkpoint_every=checkpoint_every,
-        keep_last=keep_last,
-        keep_best=keep_best,
-        time_limit=time_limit,
-        max_nonfinite_steps=max_nonfinite_steps,
-        max_empty_steps=max_empty_steps,
-        dump_steps=tuple(dump_steps),
-        samples_every=samples_every,
-        progress=progress,
-        title=name,
-    )
-    folder = RunFolder(Path(out) if out is not None else default_folder(name))
-    local = LocalRuntime(program, data, plans, folder, settings)
-    existed = folder.path.exists()
-    folder.create(resume=resume)
-    with folder.held():
-        with _discarded_on_error(folder, resume, existed):
+    return LocalRuntime
+
+
+def _run(local: LocalRuntime, *, resume: bool, started: float, export: bool, report: bool) -> RunResult:
+    """On every rank: make or find the folder, load, train, and write what a run leaves behind."""
+    folder, ranks = local.folder, local.ranks
+    existed = ranks.once(folder.path.exists)
+    ranks.once(lambda: folder.create(resume=resume))
+    with contextlib.ExitStack() as holding:
+        ranks.alone(lambda: holding.enter_context(folder.held()))
+        with _discarded_on_error(local, resume, existed):
             notes = _prepare(local, resume)
-        with _status_on_error(folder):
+        with _status_on_error(local):
             outcome = local.run(resume=resume, started=started, notes=notes)
-            result = RunResult(outcome.status, outcome.steps, folder.path, outcome.evaluations, outcome.signal_number)
+            result = RunResult(
+                outcome.status, outcome.steps, folder.path, outcome.evaluations, outcome.signal_number, ranks.rank
+            )
             _finish(local, outcome, result, export=export, report=report)
     return result
 
 
-def _evaluation_plan(evaluation: Evaluation, cluster: Cluster | None, micro_batch_tokens: int) -> EvaluationPlan:
-    from flowrl.runtime.evaluation import scored_calls
-    from flowrl.runtime.run_state import EvaluationPlan
+@dataclass(frozen=True)
+class _Planner:
+    """Compiles the flows of a run for the same cluster."""
 
-    program = compile(evaluation.flow, cluster, micro_batch_tokens=micro_batch_tokens)
-    scored_calls(program, evaluation.name)
-    data = data_of(program, evaluation.data)
-    return EvaluationPlan(evaluation.name, program, data, evaluation.every, evaluation.success_threshold)
+    cluster: Cluster | None
+    micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
+    strategies: Strategies = field(default_factory=dict)
+    strategy: Strategy | None = None
+
+    def all(
+        self, flow: RLFlow, data: Any, evaluations: Sequence[Evaluation], num_ranks: int = 1
+    ) -> tuple[Program, dict[str, Any], list[EvaluationPlan]]:
+        """The training program, its data, and the evaluations.
+
+        Raises:
+            FlowError: the first thing that does not fit.
+        """
+        if self.cluster is not None and self.cluster.num_devices != num_ranks:
+            raise FlowError(
+                f"The cluster has {self.cluster.num_devices} devices, and this run {num_ranks} ranks",
+                expected="a rank a device",
+                received=self.cluster,
+                do=f"torchrun --nproc-per-node {self.cluster.num_devices} with runtime='spmd', or another num_devices",
+            )
+        names = {m.name for f in (flow, *(e.flow for e in evaluations)) for m in f.models}
+        for key in self.strategies:
+            name = key if isinstance(key, str) else key.name
+            if name not in names:
+                raise FlowError(
+                    f"strategies name {name!r}, which is no Model of this run",
+                    expected="Models of the flow or of an evaluation",
+                    received=repr(name),
+                    do=nearest(name, names),
+                )
+        program = self.program(flow)
+        sets = data_of(program, data)
+        plans = [self.evaluation(e) for e in evaluations]
+        check_names([program, *(p.program for p in plans)])
+        return program, sets, plans
+
+    def program(self, flow: RLFlow) -> Program:
+        names = {m.name for m in flow.models}
+        here = {k: s for k, s in self.strategies.items() if (k if isinstance(k, str) else k.name) in names}
+        tokens = self.micro_batch_tokens
+        return compile(flow, self.cluster, micro_batch_tokens=tokens, strategies=here, strategy=self.strategy)
+
+    def evaluation(self, evaluation: Evaluation) -> EvaluationPlan:
+        from flowrl.runtime.evaluation import scored_calls
+        from flowrl.runtime.run_state import EvaluationPlan
+
+        program = self.program(evaluation.flow)
+        scored_calls(program, evaluation.name)
+        data = data_of(program, evaluation.data)
+        return EvaluationPlan(evaluation.name, program, data, evaluation.every, evaluation.success_threshold)
 
 
 @contextlib.contextmanager
-def _discarded_on_error(folder: RunFolder, resume: bool, existed: bool) -> Iterator[None]:
+def _discarded_on_error(local: LocalRuntime, resume: bool, existed: bool) -> Iterator[None]:
     """A run that could not begin leaves nothing behind, so that the same command works once its cause is repaired."""
     try:
         yield
     except BaseException:
-        if not resume:
-            folder.discard(keep_folder=existed)
+        if not resume and local.ranks.is_first:
+            local.folder.discard(keep_folder=existed)
         raise
 
 
 @contextlib.contextmanager
-def _status_on_error(folder: RunFolder) -> Iterator[None]:
+def _status_on_error(local: LocalRuntime) -> Iterator[None]:
+    """Write how the run ended, where it ends with an error; also where the process is ended because another rank hangs."""
+
+    def note(status: str, text: str) -> None:
+        if local.ranks.is_first:
+            with contextlib.suppress(FlowError):  # the disk may be what failed
+                local.folder.write_manifest(status=status, error=text)
+
+    if local.ranks.watch is not None:
+        local.ranks.watch.on_end = lambda text: note("failed", text)
     try:
         yield
     except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        with contextlib.suppress(FlowError):  # the disk may be what failed
-            folder.write_manifest(status=status, error=f"{type(error).__name__}: {error}")
+        elsewhere = local.ranks.watch.failure() if local.ranks.watch is not None else ""
+        if isinstance(error, KeyboardInterrupt) and elsewhere:
+            note("failed", elsewhere)
+        else:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            note(status, f"{type(error).__name__}: {error}")
         raise
 
 
 def _prepare(local: LocalRuntime, resume: bool) -> list[str]:
-    """Everything between a checked flow and the first step; sentences for the user."""
+    """Everything between a checked flow and the first step, on every rank; sentences for the user."""
+    from flowrl.runtime.disk import disk_errors
+    from flowrl.runtime.saved_run import save_run
+
+    folder, ranks = local.folder, local.ranks
+    known = ranks.once(lambda: folder.read_manifest() if resume else {})
+    if resume:
+        ranks.once(local.check_resume)
+    local.open()
+    ranks.enter("looking at the data and the weights")
+    ranks.once(lambda: _check_rows(local))
+    weights, needed = _weigh(local, known.get("weights", {}))
+    notes = ranks.once(lambda: _write_beginning(local, known, weights, needed))
+    with disk_errors(folder.path):
+        reason = save_run(local)
+    ranks.once(lambda: folder.write_manifest(not_replayable=reason))
+    if reason:
+        notes.append(f"This run cannot be replayed, because it cannot be pickled: {reason}")
+    return notes
+
+
+def _check_rows(local: LocalRuntime) -> None:
+    for each, sets in [(local.program, local.data), *((p.program, p.data) for p in local.evaluations)]:
+        check_prompts(local, each, sets)
+        check_recorded(local, each, sets)
+
+
+def _write_beginning(local: LocalRuntime, known: Mapping[str, Any], weights: dict[str, str], needed: int) -> list[str]:
+    """Write what is run, and with what; what is other than it was when the run began."""
     from flowrl.runtime.atomic import write_atomically
     from flowrl.runtime.disk import disk_errors
     from flowrl.runtime.manifest import changes, environment, layout, settings_of
-    from flowrl.runtime.saved_run import save_run
 
     folder, program = local.folder, local.program
-    known = folder.read_manifest() if resume else {}
-    if resume:
-        local.check_resume()
-    local.open()
-    for each, sets in [(program, local.data), *((p.program, p.data) for p in local.evaluations)]:
-        check_prompts(local, each, sets)
-        check_recorded(local, each, sets)
-    weights, needed = _weigh(local, known.get("weights", {}))
     folder.require_space(needed)
     made = {"layout": layout(program), "settings": settings_of(program)}
     notes = [
@@ -300,10 +418,6 @@ def _prepare(local: LocalRuntime, resume: bool) -> list[str]:
     )
     with disk_errors(folder.path):
         write_atomically(folder.plan, program.plan.to_json().encode())
-        reason = save_run(local)
-    folder.write_manifest(not_replayable=reason)
-    if reason:
-        notes.append(f"This run cannot be replayed, because it cannot be pickled: {reason}")
     return notes
 
 
@@ -312,7 +426,7 @@ def _weigh(local: LocalRuntime, known: Mapping[str, str]) -> tuple[dict[str, str
     checkpoints will need.
 
     Raises:
-        CheckpointError: a Model that no checkpoint holds has changed since the run began.
+        CheckpointError: a Model, or the base of an adapter, that no checkpoint holds has changed since the run began.
     """
     from flowrl.runtime.checkpoint import list_checkpoints
 
@@ -321,19 +435,25 @@ def _weigh(local: LocalRuntime, known: Mapping[str, str]) -> tuple[dict[str, str
     for name, model in local.models.items():
         if isinstance(model, Model):
             size, digests[name] = local.weights(model)
-            if name not in local.changing and known.get(name, digests[name]) != digests[name]:
+            in_checkpoints = name in local.changing and model.lora is None
+            if not in_checkpoints and known.get(name, digests[name]) != digests[name]:
                 raise CheckpointError(
                     f"Model {name!r} has other weights than when the run began",
-                    expected="what it was loaded from, unchanged: no checkpoint holds a Model that is not trained",
+                    expected="what it was loaded from, unchanged: no checkpoint holds a Model that is not trained, or a base",
                     received=f"others in {model.source!r}",
                     do="bring the old weights back, or start anew in another --out",
                 )
+            if model.lora is not None or model.quantization is not None:  # of these the adapter alone is kept
+                engine: Any = local.bindings.engines[model]
+                size = sum(t.numel() * t.element_size() for _, t in engine.adapter_weights())
             derived = [m for m in local.models.values() if getattr(m, "base", None) is model]
             # a trained Model has two moments a weight in the optimiser, a derived one none
             checkpoint += 3 * size * (name in local.changing) + size * sum(m.name in local.changing for m in derived)
             frozen += size * sum(m.name in local.frozen for m in derived)
-    to_come = max(1, local.settings.keep_last + 1 - len(list_checkpoints(local.folder.checkpoints)))
-    return digests, checkpoint * to_come + (0 if local.folder.frozen.exists() else frozen)
+    there = local.ranks.once(lambda: len(list_checkpoints(local.folder.checkpoints)))
+    kept = local.ranks.once(local.folder.frozen.exists)
+    to_come = max(1, local.settings.keep_last + 1 - there)
+    return digests, checkpoint * to_come + (0 if kept else frozen)
 
 
 # -- what a run leaves behind ----------------------------------------------------------------------------------------
@@ -342,14 +462,16 @@ def _weigh(local: LocalRuntime, known: Mapping[str, str]) -> tuple[dict[str, str
 def _finish(local: LocalRuntime, outcome: Outcome, result: RunResult, *, export: bool, report: bool) -> None:
     from flowrl.runtime.checkpoint import replace_folder
 
-    folder = local.folder
+    folder, ranks = local.folder, local.ranks
     if export and outcome.status != "interrupted" and outcome.steps:
         for model in local.changing.values():
             if isinstance(model, Model):
-                replace_folder(folder.export / model.name, local.bindings.engines[model].export)
+                ranks.enter(f"exporting Model {model.name!r}")
+                replace_folder(folder.export / model.name, local.bindings.engines[model].export, ranks)
+    ranks.enter("writing the report")
     if report:
-        _write_report(local, result)
-    folder.write_manifest(status=outcome.status, steps=outcome.steps)
+        ranks.once(lambda: _write_report(local, result))
+    ranks.once(lambda: folder.write_manifest(status=outcome.status, steps=outcome.steps))
 
 
 def _write_report(local: LocalRuntime, result: RunResult) -> None:

@@ -16,14 +16,15 @@ PACKAGE = Path(flowrl.__file__).parent
 
 #: From the bottom up: a module imports only from its own level and those before it.
 LEVELS: list[tuple[str, ...]] = [
-    ("errors", "ragged", "columns", "alignment", "spans", "origins", "batches", "models", "context", "stable_text"),
+    ("errors", "ragged", "columns", "alignment", "spans", "origins", "batches", "adapters", "models", "context",
+     "stable_text", "machine", "calibration"),
     ("annotations", "graph"),
     ("nodes", "functional"),
     ("testing",),
     ("weight_edges", "same_rows", "flow", "short_form"),
     ("violations", "checks"),
     ("compiler",),
-    ("preflight", "run", "recipes", "cli", "__main__"),
+    ("preflight", "run", "recipes", "diagnostics", "doctor", "calibrate", "cli", "__main__"),
 ]
 LEAVES = ("display", "drawing", "data", "serve", "runtime", "tiny")
 HEAVY = ("torch", "transformers", "vllm", "megatron", "ray", "numpy", "pyarrow", "matplotlib", "tensorboard", "IPython")

@@ -10,6 +10,8 @@ import cloudpickle
 import pytest
 
 from flowrl import Ema, Frozen, Model, RewardModel, Snapshot, State, ValueHead, ValueModel
+from flowrl.adapters import LoRA, strategy_problems
+from flowrl.compiler.strategy import Strategy
 from flowrl.context import Bindings, use_bindings
 
 
@@ -96,6 +98,61 @@ class TestProblems:
     )
     def test_settings_that_cannot_work(self, model: Any, problem: str) -> None:
         assert [p for p in model.problems() if p.startswith(problem)]
+
+    @pytest.mark.parametrize(
+        ("settings", "problem"),
+        [
+            ({"lora": 16}, "lora is 16; expected None or LoRA("),
+            ({"lora": LoRA(rank=0)}, "lora.rank is 0; expected a whole number"),
+            ({"lora": LoRA(rank=True)}, "lora.rank is True"),
+            ({"lora": LoRA(alpha=float("inf"))}, "lora.alpha is inf"),
+            ({"lora": LoRA(alpha=-1)}, "lora.alpha is -1"),
+            ({"lora": LoRA(dropout=0.1)}, "lora.dropout is 0.1; expected 0: the network has no dropout"),
+            ({"lora": LoRA(dtype="int8")}, "lora.dtype is 'int8'"),  # type: ignore[arg-type]
+            ({"lora": LoRA(target_modules="q_proj")}, "lora.target_modules is 'q_proj'; expected 'all-linear' or"),  # type: ignore[arg-type]
+            ({"lora": LoRA(target_modules=())}, "lora.target_modules is ()"),
+            ({"lora": LoRA(rank=8, adapter_source="a")}, "lora.rank is 8 with adapter_source; expected none"),
+            ({"lora": LoRA(), "trainable": False}, "trainable is False with a new adapter in lora"),
+            (
+                {"quantization": "nf5", "lora": LoRA()},
+                "quantization is 'nf5'; expected None or one of nf4, int8, gptq (did",
+            ),
+            ({"quantization": "nf4"}, "quantization is 'nf4' of a trainable Model without an adapter; expected lora="),
+            ({"quantization": "nf4", "trainable": False, "source": object()}, "quantization is 'nf4' of a live object"),
+        ],
+    )
+    def test_adapters_that_cannot_work(self, settings: dict[str, Any], problem: str) -> None:
+        found = Model(**{"source": "m", **settings}).problems()
+        assert len(found) == 1 and found[0].startswith(problem)
+
+    def test_adapters_that_can(self) -> None:
+        cases: list[dict[str, Any]] = [
+            {"lora": LoRA()},
+            {"lora": LoRA(adapter_source="a"), "trainable": False},
+            {"lora": LoRA(target_modules=("q_proj",)), "quantization": "int8"},
+            {"quantization": "gptq", "trainable": False},
+        ]
+        for settings in cases:
+            actor = Model("m", **settings)
+            assert actor.problems() == [] == actor.frozen().problems()
+            assert bool(ValueModel.from_policy(actor).problems()) == (actor.lora is None)  # a critic is trained
+
+    def test_what_copies_a_head_that_is_trained_whole(self) -> None:
+        reward = RewardModel.from_policy(Model("m", lora=LoRA()))
+        assert reward.problems() == [] == ValueHead(reward).problems()
+        for derived in (reward.frozen(), Ema(reward), Snapshot(reward)):
+            assert "with lora and a new head" in derived.problems()[0]
+
+    def test_adapters_over_ranks(self) -> None:
+        tp, whole = Strategy(tensor_parallel=2), Strategy(sharding="none")
+        assert [list(strategy_problems(LoRA(), None, s, 2)) for s in (Strategy(), whole)] == [[], []]
+        assert "adapters are not split" in next(iter(strategy_problems(LoRA(), None, tp, 2)))
+        assert (
+            list(strategy_problems(LoRA(), "nf4", whole, 2))
+            == []
+            == list(strategy_problems(None, "nf4", Strategy(), 1))
+        )
+        assert "held whole on every rank" in next(iter(strategy_problems(LoRA(), "nf4", Strategy(), 2)))
 
     def test_good_ones(self) -> None:
         a = Model("m")

@@ -1,10 +1,11 @@
-"""What a flow may run on. Today: one device; the presets and link tiers of real clusters come with the mapper."""
+"""What a flow may run on. Today: devices of one kind, a rank each; the presets and link tiers of real clusters come with the
+mapper."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowrl.errors import UnsupportedError
+from flowrl.errors import FlowError
 
 
 @dataclass(frozen=True)
@@ -13,23 +14,31 @@ class Cluster:
 
     Args:
         device: "cpu", "cuda" or "cuda:<index>".
-        num_devices: how many; 1 today.
+        num_devices: how many, a rank each. More than one are run by ``runtime="spmd"`` under torchrun.
+
+    Raises:
+        FlowError: ``num_devices`` is not a positive number, or several are asked for on one that is named by its index.
     """
 
     device: str = "cpu"
     num_devices: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_devices != 1:
-            raise UnsupportedError(
-                "This version plans for one device", expected="num_devices=1", received=self.num_devices
+        if not isinstance(self.num_devices, int) or self.num_devices < 1:
+            raise FlowError("A cluster needs a device", expected="num_devices of at least 1", received=self.num_devices)
+        if self.num_devices > 1 and ":" in self.device:
+            raise FlowError(
+                f"{self.num_devices} ranks cannot share {self.device}",
+                expected="a kind of device, of which each rank takes its own",
+                received=self.device,
+                do=f"Cluster({self.device.partition(':')[0]!r}, num_devices={self.num_devices})",
             )
 
     @classmethod
-    def detect(cls) -> Cluster:
-        """The best single device of this machine."""
+    def detect(cls, num_devices: int = 1) -> Cluster:
+        """The best devices of this machine."""
         try:
             import torch
         except ImportError:  # a machine that only plans
-            return cls("cpu")
-        return cls("cuda" if torch.cuda.is_available() else "cpu")
+            return cls("cpu", num_devices)
+        return cls("cuda" if torch.cuda.is_available() else "cpu", num_devices)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.compiler.cluster import Cluster
@@ -16,39 +17,53 @@ from flowrl.compiler.plan import (
     Program,
     ProgramCall,
 )
+from flowrl.compiler.strategy import Strategy
 from flowrl.display import graph_svg
-from flowrl.errors import FlowError
+from flowrl.errors import FlowError, nearest
 from flowrl.flow import RLFlow
 from flowrl.graph import Call, Ref
-from flowrl.models import BaseModel, DerivedModel, Model
+from flowrl.models import BaseModel, DerivedModel, Model, ValueHead
+from flowrl.nodes.loss import Loss
 from flowrl.stable_text import stable_text
 from flowrl.weight_edges import follower_label, owner
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 
+#: By Model, or by the name of one.
+Strategies = Mapping[BaseModel | str, Strategy]
+
 
 def compile(
-    flow: RLFlow, cluster: Cluster | None = None, *, micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
+    flow: RLFlow,
+    cluster: Cluster | None = None,
+    *,
+    micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
+    strategies: Strategies | None = None,
+    strategy: Strategy | None = None,
 ) -> Program:
     """Make a Program of a flow.
 
     Args:
         cluster: what it runs on; by default the best single device of this machine.
         micro_batch_tokens: token budget of one forward pass in training and scoring.
+        strategies: by Model or name of one, how it is held over the devices of the cluster. A derived Model is held as its
+            base is unless it is named itself.
+        strategy: of all other Models; by default parameters, gradients and optimiser are sharded over all devices.
 
     Raises:
         CheckError: the flow breaks rules; all of them are in the message.
-        FlowError: ``micro_batch_tokens`` is not a positive number.
+        FlowError: ``micro_batch_tokens`` is not a positive number, or strategies do not fit the flow or the cluster.
     """
     if micro_batch_tokens < 1:
         raise FlowError("micro_batch_tokens cannot work", expected="at least 1", received=micro_batch_tokens)
     flow.check().raise_if_broken()
     cluster = cluster or Cluster.detect()
+    held = strategies_of(flow.models, cluster, strategies or {}, strategy or Strategy())
     elided = elided_calls(flow)
     order = flow.execution_order()
     plan = Plan(
         calls=tuple(_planned_call(flow, call, cluster, elided) for call in order),
-        models=_planned_models(flow, cluster),
+        models=_planned_models(flow, cluster, held),
         weight_edges=tuple(
             PlannedWeightEdge(e.model, e.writer, e.reader, e.max_staleness)
             for e in flow.weight_edges
@@ -57,6 +72,7 @@ def compile(
         derived_writers=tuple((follower_label(m), m.base.name) for m in flow.followers),
         micro_batch_tokens=micro_batch_tokens,
         device=cluster.device,
+        num_devices=cluster.num_devices,
     )
     graph = flow.graph
     for label in elided:
@@ -87,6 +103,7 @@ def _planned_call(flow: RLFlow, call: Call, cluster: Cluster, elided: Mapping[st
         writes=tuple(thing.name for thing in writes),
         device=cluster.device,
         elided=elided.get(label, ""),
+        once=label not in elided and not call.node.models() and not isinstance(call.node, Loss),
     )
 
 
@@ -96,13 +113,13 @@ def _bind(flow: RLFlow, value: Ref | tuple[Ref, ...]) -> Any:
     return Binding(flow.label(value), value._path)
 
 
-def _planned_models(flow: RLFlow, cluster: Cluster) -> tuple[PlannedModel, ...]:
+def _planned_models(flow: RLFlow, cluster: Cluster, held: Mapping[str, Strategy]) -> tuple[PlannedModel, ...]:
     writer_of = {id(owner(t)): flow.label(call) for call in flow.calls for t in call.node.writes()}
     writer_of.update({id(m): follower_label(m) for m in flow.followers})
-    return tuple(_planned_model(m, cluster, writer_of.get(id(owner(m)), "")) for m in flow.models)
+    return tuple(_planned_model(m, cluster, writer_of.get(id(owner(m)), ""), held[m.name]) for m in flow.models)
 
 
-def _planned_model(model: BaseModel, cluster: Cluster, writer: str) -> PlannedModel:
+def _planned_model(model: BaseModel, cluster: Cluster, writer: str, strategy: Strategy) -> PlannedModel:
     base: Any = model.base if isinstance(model, DerivedModel) else model
     assert isinstance(base, Model), "checks.possible_settings lets no derived Model of a derived one through"
     return PlannedModel(
@@ -113,4 +130,58 @@ def _planned_model(model: BaseModel, cluster: Cluster, writer: str) -> PlannedMo
         autocast=base.autocast,
         engine=base.engine,
         writer=writer,
+        strategy=strategy,
     )
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+def strategies_of(
+    models: Sequence[BaseModel], cluster: Cluster, given: Strategies, default: Strategy
+) -> dict[str, Strategy]:
+    """By name of the Model, how it is held.
+
+    Raises:
+        FlowError: strategies of what is no Model here or shares another's weights, or that do not fit the cluster; all of
+            them.
+    """
+    by_name = {key if isinstance(key, str) else key.name: value for key, value in given.items()}
+    known = {m.name: m for m in models}
+    problems = [
+        f"strategies name {name!r}, which is no Model of this flow; {nearest(name, known)}"
+        for name in by_name
+        if name not in known
+    ]
+    problems += [
+        f"strategies name {name!r}, a head on the weights of {m.base.name!r}; expected the name of that Model"
+        for name, m in known.items()
+        if name in by_name and isinstance(m, ValueHead)
+    ]
+    found = {
+        name: by_name.get(name, by_name.get(m.base.name, default) if isinstance(m, DerivedModel) else default)
+        for name, m in known.items()
+    }
+    for name, strategy in found.items():
+        if not isinstance(strategy, Strategy):
+            problems.append(f"the strategy of {name} is {strategy!r}; expected a flowrl.Strategy")
+            continue
+        problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices)]
+        device = getattr(known[name], "device", None) or ""
+        if cluster.num_devices > 1 and ":" in device:
+            problems.append(f"{name}: device is {device!r}; expected None or a kind of device, one for each rank")
+    if problems:
+        raise FlowError(
+            "These strategies do not fit: " + "; ".join(dict.fromkeys(problems)),
+            do=_more_ranks(found, cluster.num_devices),
+        )
+    return found
+
+
+def _more_ranks(strategies: Mapping[str, Strategy], num_ranks: int) -> str | None:
+    """What to type where tensor parallelism needs more ranks than there are."""
+    wanted = max((s.tensor_parallel for s in strategies.values() if isinstance(s, Strategy)), default=1)
+    if num_ranks % max(1, wanted) == 0:
+        return None
+    enough = math.lcm(num_ranks, wanted)
+    return f"torchrun --nproc-per-node {enough} -m flowrl run FILE --runtime spmd, or another tensor_parallel"

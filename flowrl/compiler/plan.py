@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flowrl.compiler.strategy import Strategy
 from flowrl.errors import FlowError, nearest
 from flowrl.models import BaseModel, State
 
 if TYPE_CHECKING:
     from flowrl.nodes.base import Node
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class PlannedCall:
         writes: names of Models and States that it writes.
         device: where it runs.
         elided: why the call is left out; "" where it runs.
+        once: whether it runs on the first rank alone, and the others are given its result. So does what holds no Model; a
+            call with one is a conversation of all ranks, and a loss is only put together.
     """
 
     label: str
@@ -56,6 +59,7 @@ class PlannedCall:
     writes: tuple[str, ...]
     device: str
     elided: str = ""
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class PlannedModel:
         autocast: of matrix products; None for ``dtype`` itself.
         engine: what holds it.
         writer: label of the call, or of the derived writer, that writes it; "" where nobody does.
+        strategy: how it is held over the ranks.
     """
 
     name: str
@@ -77,6 +82,7 @@ class PlannedModel:
     autocast: str | None
     engine: str
     writer: str
+    strategy: Strategy = field(default_factory=Strategy)
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Plan:
         derived_writers: (label, name of the base) of what makes Snapshots and Emas follow.
         micro_batch_tokens: token budget of one forward pass in training and scoring.
         device: what the calls run on.
+        num_devices: how many of them, a rank each.
     """
 
     calls: tuple[PlannedCall, ...]
@@ -108,6 +115,7 @@ class Plan:
     derived_writers: tuple[tuple[str, str], ...]
     micro_batch_tokens: int
     device: str
+    num_devices: int = 1
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
@@ -131,29 +139,36 @@ class Plan:
         try:
             return cls(
                 calls=tuple(PlannedCall(**_tuples(c)) for c in raw["calls"]),
-                models=tuple(PlannedModel(**m) for m in raw["models"]),
+                models=tuple(
+                    PlannedModel(**{**m, "strategy": Strategy(**_tuples(m["strategy"]))}) for m in raw["models"]
+                ),
                 weight_edges=tuple(PlannedWeightEdge(**e) for e in raw["weight_edges"]),
                 derived_writers=_tuples(raw["derived_writers"]),
                 micro_batch_tokens=raw["micro_batch_tokens"],
                 device=raw["device"],
+                num_devices=raw["num_devices"],
             )
         except (KeyError, TypeError) as error:
             raise _not_a_plan(error) from None
 
     @property
     def structure(self) -> str:
-        """A hash of what a checkpoint depends on: calls, wiring and Models, but neither settings nor devices."""
+        """A hash of what a checkpoint depends on: calls, wiring and Models, but neither settings nor devices nor
+        strategies: a checkpoint is resumed with others."""
         parts = [(c.label, c.node, c.arguments, c.reads, c.writes) for c in self.calls]
         models = [(m.name, m.kind, m.writer) for m in self.models]
         return hashlib.sha256(json.dumps([parts, models]).encode()).hexdigest()[:16]
 
     def explain(self) -> str:
         """The plan in words: what runs in which order, what reads which weights, what was left out and why."""
-        lines = [f"{len(self.calls)} calls on {self.device}, in this order:"]
+        many = self.num_devices > 1
+        on = f"{self.num_devices} ranks ({self.device})" if many else self.device
+        lines = [f"{len(self.calls)} calls on {on}, in this order:"]
         for i, call in enumerate(self.calls, 1):
             inputs = ", ".join(f"{name}={' + '.join(b)}" for name, b in call.arguments)
             notes = [f"reads {', '.join(call.reads)}"] if call.reads else []
             notes += [f"writes {', '.join(call.writes)}"] if call.writes else []
+            notes += ["on the first rank"] if many and call.once else []
             line = f"{i:3}. {call.label}({inputs})" + (f"  [{'; '.join(notes)}]" if notes else "")
             if call.elided:
                 line += f"\n     left out: {call.elided}"
@@ -166,9 +181,34 @@ class Plan:
         for model in self.models:
             precision = model.dtype + (f", products in {model.autocast}" if model.autocast else "")
             written = f"written by {model.writer}" if model.writer else "never written"
-            lines.append(f"Model {model.name}: {model.kind}, {model.engine} on {model.device}, {precision}, {written}")
+            held = describe_strategy(model.strategy, self.num_devices)
+            lines.append(
+                f"Model {model.name}: {model.kind}, {model.engine} on {model.device}, {precision}, {written}"
+                + (f"; {held}" if held else "")
+            )
         lines.append(f"Training and scoring run in micro-batches of at most {self.micro_batch_tokens} tokens.")
         return "\n".join(lines)
+
+
+def describe_strategy(strategy: Strategy, num_ranks: int) -> str:
+    """How a Model is held over ranks, in words; "" for one rank that does nothing particular."""
+    parts = []
+    if num_ranks > 1:
+        tensor, data = strategy.tensor_parallel, num_ranks // strategy.tensor_parallel
+        sharded = {
+            "full": "parameters, gradients and optimiser sharded",
+            "optimizer": "gradients and optimiser sharded, parameters whole between forward and backward",
+            "none": "a copy on each",
+            "hybrid": f"sharded within groups of {strategy.shard_size}, copied between them",
+        }
+        axes = ([f"{tensor} ranks share each layer"] if tensor > 1 else []) + [f"{data} data-parallel ranks"]
+        parts += [f"{' × '.join(axes)}, {sharded[strategy.sharding]}"]
+        parts += [f"sharded by {', '.join(strategy.shard_layers)}"] if strategy.shard_layers else []
+    parts += ["parameters and optimiser in host memory"] if strategy.cpu_offload else []
+    kept = {"layers": "activations of layers computed again", "offload": "inputs of layers kept in host memory"}
+    parts += [kept[strategy.activation_checkpointing]] if strategy.activation_checkpointing in kept else []
+    parts += ["layers compiled"] if strategy.compile_layers else []
+    return "; ".join(parts)
 
 
 def _tuples(value: Any) -> Any:
@@ -236,6 +276,14 @@ class Program:
     def elided(self) -> dict[str, str]:
         """Labels of calls that are left out, with the reason."""
         return {c.label: c.elided for c in self.plan.calls if c.elided}
+
+    def once(self) -> frozenset[str]:
+        """Labels of calls that run on the first rank alone."""
+        return frozenset(c.label for c in self.plan.calls if c.once)
+
+    def strategies(self) -> dict[str, Strategy]:
+        """By name of the Model, how it is held over the ranks."""
+        return {m.name: m.strategy for m in self.plan.models}
 
     def to_bytes(self) -> bytes:
         """The whole program with cloudpickle; :func:`load_program` is the inverse."""

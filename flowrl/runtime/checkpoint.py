@@ -22,6 +22,7 @@ from flowrl.errors import CheckpointError, FlowError
 from flowrl.models import BaseModel, Frozen, State
 from flowrl.runtime.atomic import sync_folder
 from flowrl.runtime.disk import disk_errors
+from flowrl.runtime.ranks import ONE_RANK, Ranks
 from flowrl.runtime.run_state import RunState
 
 MANIFEST, PROGRESS, STATES, CARRIED = "manifest.json", "progress.json", "states.pt", "carried.pkl"
@@ -47,7 +48,7 @@ def save_checkpoint(
     states: tuple[State, ...],
     bindings: Bindings,
 ) -> Path:
-    """Write ``folder/step-<step>``. Nothing that exists is touched before the new one is whole.
+    """Write ``folder/step-<step>``. Nothing that exists is touched before the new one is whole. Every rank of a run calls it.
 
     Args:
         models: by name, those whose engines change during a run.
@@ -60,20 +61,25 @@ def save_checkpoint(
     for name, value in values.items():
         _check_state(name, value)
 
-    def write(target: Path) -> None:
-        import torch
+    ranks = bindings.ranks or ONE_RANK
 
+    def write(target: Path) -> None:
         for name, model in models.items():
             place = target / "models" / name
-            place.mkdir(parents=True)
-            bindings.engines[model].save(place)  # type: ignore[index]
+            ranks.once(lambda place=place: place.mkdir(parents=True))  # type: ignore[misc]
+            ranks.together(lambda m=model, place=place: bindings.engines[m].save(place))  # type: ignore[index,misc]
+        ranks.once(lambda: write_progress(target))
+
+    def write_progress(target: Path) -> None:
+        import torch
+
         torch.save(values, target / STATES)
         if progress.carried:
             (target / CARRIED).write_bytes(pickle.dumps(progress.carried))
         numbers = {f.name: getattr(progress, f.name) for f in fields(progress) if f.name != "carried"}
         (target / PROGRESS).write_text(json.dumps({"progress": numbers, "identity": asdict(identity)}))
 
-    return write_folder(folder / f"step-{progress.step:06d}", write)
+    return write_folder(folder / f"step-{progress.step:06d}", write, ranks)
 
 
 def _check_state(name: str, value: Any) -> None:
@@ -96,48 +102,74 @@ def _check_state(name: str, value: Any) -> None:
         )
 
 
-def write_folder(final: Path, write: Callable[[Path], None]) -> Path:
+def write_folder(final: Path, write: Callable[[Path], None], ranks: Ranks = ONE_RANK) -> Path:
     """Make a folder appear whole or not at all.
+
+    Args:
+        write: given the folder to write into, on every rank.
+        ranks: who takes part; all of them see the folder, and rank 0 makes, seals and renames it.
 
     Raises:
         RunFolderError: the disk is full or cannot be written; nothing is left behind.
     """
-    if (final / MANIFEST).exists():  # the same step again, after a resume: it is whole, and equal by law 4
+    if ranks.once(
+        lambda: (final / MANIFEST).exists()
+    ):  # the same step again, after a resume: whole, and equal by law 4
         return final
     temporary = final.with_name(f".{final.name}.writing")
-    try:
-        with disk_errors(final):
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            write(temporary)
-            files = {str(p.relative_to(temporary)): _seal(p) for p in sorted(temporary.rglob("*")) if p.is_file()}
-            manifest = temporary / MANIFEST
-            manifest.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
-            _seal(manifest)
-            os.rename(temporary, final)
-            sync_folder(final.parent)
-    except BaseException:
+
+    def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        files = {str(p.relative_to(temporary)): _seal(p) for p in sorted(temporary.rglob("*")) if p.is_file()}
+        manifest = temporary / MANIFEST
+        manifest.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
+        _seal(manifest)
+        os.rename(temporary, final)
+        sync_folder(final.parent)
+
+    _written(final, temporary, begin, write, finish, ranks)
     return final
 
 
-def replace_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Make a folder new as a whole, in the place of an older one.
+def replace_folder(final: Path, write: Callable[[Path], None], ranks: Ranks = ONE_RANK) -> None:
+    """Make a folder new as a whole, in the place of an older one; arguments as for :func:`write_folder`.
 
     Raises:
         RunFolderError: the disk is full or cannot be written; the older one is untouched.
     """
     new = final.with_name(f".{final.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
+
+    def begin() -> None:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+
+    def finish() -> None:
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(new, final)
+
+    _written(final, new, begin, write, finish, ranks)
+
+
+def _written(
+    final: Path,
+    temporary: Path,
+    begin: Callable[[], None],
+    write: Callable[[Path], None],
+    finish: Callable[[], None],
+    ranks: Ranks,
+) -> None:
+    """Begin and finish on rank 0, write on all; an error leaves nothing behind."""
     try:
         with disk_errors(final):
-            new.mkdir(parents=True)
-            write(new)
-            shutil.rmtree(final, ignore_errors=True)
-            os.rename(new, final)
+            ranks.once(begin)
+            ranks.together(lambda: write(temporary))
+            ranks.once(finish)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        if ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -232,20 +264,21 @@ def load_checkpoint(
     states: tuple[State, ...],
     bindings: Bindings,
 ) -> RunState:
-    """Restore engines and States from a checkpoint, after verifying it whole.
+    """Restore engines and States from a checkpoint, after verifying it whole. Every rank of a run calls it.
 
     Raises:
         CheckpointError: it is damaged, or of another flow, seed or data set.
     """
     import torch
 
-    progress = read_progress(path, identity)
+    ranks = bindings.ranks or ONE_RANK
+    progress = ranks.once(lambda: read_progress(path, identity))
     for name, model in models.items():
         place = path / "models" / name
         if not place.is_dir():
             there = sorted(p.name for p in (path / "models").glob("*"))
             raise CheckpointError(f"Checkpoint {path} lacks model {name!r}", expected=name, received=there)
-        bindings.engines[model].load(place)  # type: ignore[index]
+        ranks.together(lambda m=model, place=place: bindings.engines[m].load(place))  # type: ignore[index,misc]
     saved = torch.load(path / STATES, weights_only=True)
     for state in states:
         bindings.states[state] = saved.get(state.name, state.init)
@@ -253,20 +286,23 @@ def load_checkpoint(
 
 
 def save_frozen(folder: Path, models: Mapping[str, Frozen], bindings: Bindings) -> None:
-    """Write the weights of frozen models once, at the start of a run."""
+    """Write the weights of frozen models once, at the start of a run. Every rank of it calls it."""
     for name, model in models.items():
-        write_folder(folder / name, lambda target, m=model: bindings.engines[m].save(target))  # type: ignore[index,misc]
+        save: Callable[[Path], None] = bindings.engines[model].save  # type: ignore[index]
+        write_folder(folder / name, save, bindings.ranks or ONE_RANK)
 
 
 def load_frozen(folder: Path, models: Mapping[str, Frozen], bindings: Bindings) -> None:
-    """Restore frozen models as they were at step 0.
+    """Restore frozen models as they were at step 0. Every rank of a run calls it.
 
     Raises:
         CheckpointError: the weights at step 0 are damaged or gone: nothing can replace them.
     """
     for name, model in models.items():
-        verify(folder / name, advice="restore it from a copy of the run folder, or start anew: nothing else holds it")
-        bindings.engines[model].load(folder / name)  # type: ignore[index]
+        ranks = bindings.ranks or ONE_RANK
+        advice = "restore it from a copy of the run folder, or start anew: nothing else holds it"
+        ranks.once(lambda name=name, advice=advice: verify(folder / name, advice))  # type: ignore[misc]
+        ranks.together(lambda m=model, name=name: bindings.engines[m].load(folder / name))  # type: ignore[index,misc]
 
 
 def prune(folder: Path, *, keep_last: int, protected: set[int]) -> None:

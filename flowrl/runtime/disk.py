@@ -31,7 +31,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         cause = _disk_error(error, path)
         if cause is None:
             raise
-        raise _cannot_write(path, cause) from error
+        said = _cannot_write(path, cause)
+        said.__dict__.update(error.__dict__)  # which rank it is of
+        raise said from error
 
 
 def _disk_error(error: BaseException, path: Path) -> OSError | None:

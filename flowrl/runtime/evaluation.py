@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowrl import context
 from flowrl.batches import Batch, Rewards, Rollouts, align
 from flowrl.compiler.plan import Program, ProgramCall
 from flowrl.errors import FlowError
 from flowrl.nodes.source import Source
 from flowrl.runtime.checkpoint import step_of, verify, write_folder
 from flowrl.runtime.interpreter import run_iteration
+from flowrl.runtime.ranks import ONE_RANK
 
 if TYPE_CHECKING:
     from flowrl.runtime.run_state import EvaluationPlan
@@ -73,7 +75,7 @@ def _gives(call: ProgramCall, kind: type) -> bool:
 
 
 def evaluate(plan: EvaluationPlan, *, step: int, seed: int) -> EvaluationResult:
-    """Run an evaluation program once over the whole of its data set, batch by batch.
+    """Run an evaluation program once over the whole of its data set, batch by batch. Every rank of a run calls it.
 
     Randomness depends on the seed and the name alone, so that evaluations at different steps sample with the same draws, and
     training draws the same with and without them.
@@ -81,13 +83,14 @@ def evaluate(plan: EvaluationPlan, *, step: int, seed: int) -> EvaluationResult:
     program, name = plan.program, plan.name
     rollout_call, reward_call = scored_calls(program, name)
     sources = {c.node.source_name: c.node for c in program.calls if isinstance(c.node, Source)}
-    total = min(len(plan.data[source]) for source in sources)
+    ranks = context.current_bindings().ranks or ONE_RANK
+    total = ranks.once(lambda: min(len(plan.data[source]) for source in sources))
     cursors = dict.fromkeys(sources, 0)
 
     def draw(source: str, count: int) -> Batch:
         start = cursors[source]
         cursors[source] = min(total, start + count)
-        return plan.data[source].rows(start, cursors[source] - start, seed)
+        return ranks.once(lambda: plan.data[source].rows(start, cursors[source] - start, seed))
 
     rollouts: list[Rollouts] = []
     rewards: list[Rewards] = []

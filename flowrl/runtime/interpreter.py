@@ -15,8 +15,9 @@ from flowrl import context
 from flowrl.batches import Batch
 from flowrl.compiler.plan import Binding, Program, ProgramCall
 from flowrl.errors import ExhaustedError, FlowError
-from flowrl.models import DerivedModel
+from flowrl.models import DerivedModel, State
 from flowrl.nodes.source import Source
+from flowrl.runtime.ranks import ONE_RANK
 
 
 @dataclass
@@ -60,8 +61,11 @@ def run_iteration(
 ) -> Iteration:
     """Run one iteration with the engines bound in the current context.
 
+    Of several ranks every one calls it, with equal arguments, and has equal values afterwards: a call whose node holds no
+    Model runs on rank 0 alone, and its result is given to the others; all other calls run everywhere.
+
     Args:
-        draw: gives the next rows of a source: (source name, count) → batch.
+        draw: gives the next rows of a source: (source name, count) → batch. Every rank asks it.
         followers: Snapshots and Emas that follow what the program writes.
         carried: what the iteration before carried over.
         namespace: put before every label where randomness is drawn, so that an evaluation differs from the training flow.
@@ -80,7 +84,8 @@ def run_iteration(
                 done.values[call.label] = runner.run(call, done.values, pull=0)
         # Last, so that no reader of a Snapshot or Ema sees what this iteration made of it.
         written = [thing for call in program.calls for thing in call.node.writes()]
-        context.follow_writers(m for m in followers if m.base in written)
+        runner.ranks.enter(f"following what step {iteration + 1} wrote")
+        runner.ranks.together(lambda: context.follow_writers(m for m in followers if m.base in written))
     runner.summarise_reports()
     return done
 
@@ -107,7 +112,8 @@ class _Runner:
     ) -> None:
         self.done, self.draw = done, draw
         self.seed, self.iteration, self.namespace = seed, iteration, namespace
-        self.elided = program.elided()
+        self.ranks = context.current_bindings().ranks or ONE_RANK
+        self.elided, self.once = program.elided(), program.once()
         self.reported: dict[str, list[float]] = {}
 
     def run(self, call: ProgramCall, values: Mapping[str, Any], pull: int) -> Any:
@@ -120,6 +126,8 @@ class _Runner:
             report_nonfinite=self.done.nonfinite_rows.extend,
         )
         label = self.namespace + call.label
+        where = f"call {label!r} ({call.node.name}), step {self.iteration + 1}"
+        self.ranks.enter(where)
         try:
             with context.use_step(here):
                 if isinstance(call.node, Source):
@@ -130,13 +138,25 @@ class _Runner:
                 }
                 if call.label in self.elided:
                     return call.node.placeholder(**arguments)  # type: ignore[attr-defined]
-                context.seed_call(label)
-                return call.node.run(arguments, label=label)
+                return self._on_ranks(call, lambda: self._run_node(call, arguments, label))
         except Exception as error:
-            error.add_note(f"in call {call.label!r} ({call.node.name}), step {self.iteration + 1}")
+            error.add_note(f"in {where}")
             raise
         finally:
             self.done.seconds[call.label] = self.done.seconds.get(call.label, 0.0) + time.perf_counter() - start
+
+    def _run_node(self, call: ProgramCall, arguments: Mapping[str, Any], label: str) -> Any:
+        context.seed_call(label)
+        return call.node.run(arguments, label=label)
+
+    def _on_ranks(self, call: ProgramCall, work: Callable[[], Any]) -> Any:
+        """Run a call once or on every rank; the States that it writes are then the same everywhere."""
+        result = self.ranks.once(work) if call.label in self.once else self.ranks.together(work)
+        written = [thing for thing in call.node.writes() if isinstance(thing, State)]
+        if written and self.ranks.size > 1:
+            values = self.ranks.from_first([state.value for state in written])
+            context.current_bindings().states.update(zip(written, values, strict=True))
+        return result
 
     def _drawn(self, node: Source) -> Batch:
         batch = self.draw(node.source_name, node.batch_size)

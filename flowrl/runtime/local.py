@@ -2,6 +2,9 @@
 
 ``LocalRuntime.run`` is the loop: draw, run an iteration, measure, evaluate, checkpoint. It ends cleanly, with a checkpoint,
 when the steps are done, when time is up, and on the first Ctrl-C or SIGTERM.
+
+Every rank of the spmd runtime runs this same loop. What reads, shows, writes or decides is done once, by rank 0, for all of
+them: ``ranks.once``; a single process is a run of one rank.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from flowrl.runtime.evaluation import EvaluationResult, evaluate, load_evaluatio
 from flowrl.runtime.interpreter import Iteration, run_iteration
 from flowrl.runtime.metrics import MetricsLog, SampleLog, sample_rows
 from flowrl.runtime.progress import Progress as Display
+from flowrl.runtime.ranks import ONE_RANK, Ranks
 from flowrl.runtime.run_folder import RunFolder
 from flowrl.runtime.run_state import EvaluationPlan, Outcome, RunState, Settings, Status
 from flowrl.runtime.signals import Stop, stop_on_signals
@@ -42,6 +46,7 @@ class LocalRuntime:
         evaluations: programs without an updater.
         folder: where the run writes.
         settings: what the run is asked for.
+        ranks: this process among those of the run.
     """
 
     def __init__(
@@ -51,15 +56,22 @@ class LocalRuntime:
         evaluations: Sequence[EvaluationPlan],
         folder: RunFolder,
         settings: Settings,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
+        self.ranks = ranks
         self.program, self.data, self.evaluations = program, data, evaluations
         self.folder, self.settings = folder, settings
-        self.bindings = context.Bindings(open_engine, micro_batch_tokens=program.plan.micro_batch_tokens)
+        programs = [program, *(e.program for e in evaluations)]
+        self.bindings = context.Bindings(
+            open_engine,
+            micro_batch_tokens=program.plan.micro_batch_tokens,
+            strategies={name: strategy for p in reversed(programs) for name, strategy in p.strategies().items()},
+            ranks=ranks,
+        )
         self.state = RunState()
         self.identity = ckpt.Identity(
             program.plan.structure, settings.seed, {name: d.fingerprint for name, d in sorted(data.items())}
         )
-        programs = [program, *(e.program for e in evaluations)]
         self.models = {m.name: m for p in programs for m in p.models}
         self.states: tuple[State, ...] = tuple({id(s): s for p in programs for s in p.states}.values())
         #: Snapshots and Emas, those that only an evaluation reads too.
@@ -79,7 +91,8 @@ class LocalRuntime:
     def open(self) -> None:
         """Load every Model. Derived ones come after their base: a frozen copy must see the weights of step 0."""
         for model in sorted(self.models.values(), key=lambda m: not isinstance(m, Model)):
-            self.bindings.engine(model)  # type: ignore[arg-type]
+            self.ranks.enter(f"loading Model {model.name!r}")
+            self.ranks.together(lambda m=model: self.bindings.engine(m))  # type: ignore[misc,arg-type]
 
     def close(self) -> None:
         """Close what nodes opened (pools, sandboxes)."""
@@ -89,7 +102,7 @@ class LocalRuntime:
         self.bindings.resources.clear()
 
     def weights(self, model: BaseModel) -> tuple[int, str]:
-        """How many bytes the weights of a Model have, and their SHA-256."""
+        """How many bytes the weights of a Model have, and their SHA-256. Every rank asks for it."""
         import torch
 
         digest, size = hashlib.sha256(), 0
@@ -116,10 +129,11 @@ class LocalRuntime:
         """
         settings, state = self.settings, self.state
         started = time.monotonic() if started is None else started
+        shows = settings.progress and self.ranks.is_first
         with (
             context.use_bindings(self.bindings),
-            Display(settings.num_steps, settings.title, mode=None if settings.progress else "silent") as display,
-            stop_on_signals(display.message) as stop,
+            Display(settings.num_steps, settings.title, mode=None if shows else "silent") as display,
+            self.stop_on_signals(display) as stop,
             contextlib.ExitStack() as closing,
         ):
             closing.callback(self.close)
@@ -128,9 +142,11 @@ class LocalRuntime:
             self._begin(resume, display)
             state = self.state
             first = state.step + 1
-            metrics = MetricsLog(self.folder.path, first if resume else None, note=display.message)
-            closing.callback(metrics.close)
-            samples = SampleLog(self.folder.path, first if resume else None)
+            begin_at = first if resume else None
+            metrics = self.ranks.alone(lambda: MetricsLog(self.folder.path, begin_at, note=display.message))
+            if self.ranks.is_first:
+                closing.callback(metrics.close)
+            samples = self.ranks.alone(lambda: SampleLog(self.folder.path, begin_at))
             status = self._loop(metrics, samples, display, stop, started)
         evaluations = sorted((r for results in self.results.values() for r in results), key=lambda r: r.step)
         return Outcome(status, state.step, tuple(evaluations), stop.signal_number)
@@ -139,14 +155,12 @@ class LocalRuntime:
         state, settings = self.state, self.settings
         status: Status = "finished"
         slowest = 0.0
-        if state.step == 0 and stop.signal_number is None:
+        if state.step == 0 and self._stops(stop, display, -math.inf) is None:
             self._evaluate(metrics, display, self.evaluations)
         while state.step < settings.num_steps:
-            if stop.signal_number is not None:
-                status = "interrupted"
-                break
-            if settings.time_limit is not None and time.monotonic() - started + slowest > settings.time_limit:
-                status = "time limit"
+            reason = self._stops(stop, display, time.monotonic() - started + slowest)
+            if reason is not None:
+                status = reason
                 break
             began = time.monotonic()
             self._step(metrics, samples, display)
@@ -161,6 +175,28 @@ class LocalRuntime:
         if state.step:
             self._checkpoint(metrics)
         return status
+
+    def stop_on_signals(self, display: Display) -> contextlib.AbstractContextManager[Stop]:
+        """What happens on Ctrl-C and SIGTERM."""
+        return stop_on_signals(display.message)
+
+    def _stops(self, stop: Stop, display: Display, end_of_next: float) -> Status | None:
+        """Why no further step is begun; all ranks ask, and get one answer.
+
+        Args:
+            end_of_next: seconds since the start when the next step is likely to end.
+        """
+        limit = self.settings.time_limit
+        answers = self.ranks.everyone((stop.signal_number, limit is not None and end_of_next > limit))
+        signals = [number for number, _ in answers if number is not None]
+        if signals:
+            stop.signal_number = signals[0]
+            self.say_signal(display, signals[0])
+            return "interrupted"
+        return "time limit" if answers[0][1] else None
+
+    def say_signal(self, display: Display, number: int) -> None:
+        """Nothing: the handler has said it."""
 
     def iterate(self) -> Iteration:
         """Run the next iteration, and count it."""
@@ -181,7 +217,7 @@ class LocalRuntime:
         """The next rows of a source; moves its cursor."""
         start = self.state.cursors.get(source, 0)
         self.state.cursors[source] = start + count
-        return self.data[source].rows(start, count, self.settings.seed)
+        return self.ranks.once(lambda: self.data[source].rows(start, count, self.settings.seed))
 
     def _step(self, metrics: MetricsLog, samples: SampleLog, display: Display) -> None:
         state, settings = self.state, self.settings
@@ -190,10 +226,24 @@ class LocalRuntime:
             self.save(self.folder.dump(number) / "before")
         began = time.perf_counter()
         done = self.iterate()
-        numbers = step_metrics(self.program, done)
-        row = {**numbers, **timing_metrics(self.program, done, time.perf_counter() - began)}
-        bad = bool(done.nonfinite_rows) or numbers.get("skipped_steps", 0) > 0
+        seconds = time.perf_counter() - began
+        self.ranks.enter(f"writing what step {number} made")
+        bad, empty = self.ranks.once(lambda: self._record(number, done, seconds, metrics, samples, display))
         state.nonfinite_in_a_row = state.nonfinite_in_a_row + 1 if bad else 0
+        state.empty_in_a_row = state.empty_in_a_row + 1 if empty else 0
+        if empty:
+            self._empty(number, metrics, display)
+        if bad:
+            self._nonfinite(number, done, metrics, display)
+
+    def _record(
+        self, number: int, done: Iteration, seconds: float, metrics: MetricsLog, samples: SampleLog, display: Display
+    ) -> tuple[bool, bool]:
+        """Log, show and dump an iteration; whether a loss or gradient of it was not finite, and whether it trained nothing."""
+        settings = self.settings
+        numbers = step_metrics(self.program, done)
+        row = {**numbers, **timing_metrics(self.program, done, seconds)}
+        bad = bool(done.nonfinite_rows) or numbers.get("skipped_steps", 0) > 0
         if number in settings.dump_steps or bad:
             for label, reason in dump_edges(self.folder.dump(number) / "edges", done.values):
                 display.message(f"The output of {label} could not be dumped: {reason}")
@@ -205,18 +255,14 @@ class LocalRuntime:
             display.message(
                 f"Step {number}: too few groups passed the filter; they are carried over, nothing was updated."
             )
-        state.empty_in_a_row = state.empty_in_a_row + 1 if row.get("empty_updates") else 0
-        if row.get("empty_updates"):
-            self._empty(number, metrics, display)
-        if bad:
-            self._nonfinite(number, done, metrics, display)
+        return bad, bool(row.get("empty_updates"))
 
     def _empty(self, number: int, metrics: MetricsLog, display: Display) -> None:
         limit, count = self.settings.max_empty_steps, self.state.empty_in_a_row
         why = "were all rewards invalid, or did a filter drop every group?"
         display.message(f"Step {number}: nothing was trained: no row reached an updater ({why}).")
         if count > limit:
-            metrics.flush()
+            self.ranks.once(lambda: metrics.flush())
             raise ExhaustedError(
                 f"{count} iterations in a row trained nothing: no row reached an updater",
                 expected=f"at most {limit} (max_empty_steps)",
@@ -233,7 +279,7 @@ class LocalRuntime:
             f"Rows (prompt_id, sample_id): {rows}. Dumped to {self.folder.dump(number)}"
         )
         if count > limit:
-            metrics.flush()
+            self.ranks.once(lambda: metrics.flush())
             raise NonFiniteError(
                 f"{count} iterations in a row had a non-finite loss or gradient",
                 expected=f"at most {limit} (max_nonfinite_steps)",
@@ -254,8 +300,8 @@ class LocalRuntime:
         found: dict[str, float] = {}
         for plan in plans:
             result = evaluate(plan, step=state.step, seed=self.settings.seed)
-            named = {f"eval/{plan.name}/{k}": v for k, v in result.metrics.items()}
-            metrics.log(state.step, named)
+            named = self.ranks.from_first({f"eval/{plan.name}/{k}": v for k, v in result.metrics.items()})
+            self.ranks.once(lambda: metrics.log(state.step, named))  # noqa: B023
             display.evaluation(plan.name, named)
             found |= named
             self.results[plan.name] = [*self.results[plan.name][:1], result]
@@ -269,20 +315,26 @@ class LocalRuntime:
         better = state.step > 0 and not math.isnan(value) and (state.best_value is None or value > state.best_value)
         if better:
             state.best_value, state.best_step = value, state.step
-        for plan in plans:
-            save_evaluation(self.folder.evaluations, self.results[plan.name][-1], kept={state.best_step or 0})
+        results = [self.results[plan.name][-1] for plan in plans]
+        self.ranks.once(lambda: self._save_evaluations(results))
         return better
+
+    def _save_evaluations(self, results: Sequence[EvaluationResult]) -> None:
+        for result in results:
+            save_evaluation(self.folder.evaluations, result, kept={self.state.best_step or 0})
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _checkpoint(self, metrics: MetricsLog) -> None:
-        metrics.flush()  # first: a checkpoint's metrics are never missing
+        self.ranks.enter(f"writing the checkpoint of step {self.state.step}")
+        self.ranks.once(lambda: metrics.flush())  # first: a checkpoint's metrics are never missing
         self.save(self.folder.checkpoints)
         protected = {self.state.best_step} if self.state.best_step is not None else set()
-        ckpt.prune(self.folder.checkpoints, keep_last=self.settings.keep_last, protected=protected)
+        keep_last = self.settings.keep_last
+        self.ranks.once(lambda: ckpt.prune(self.folder.checkpoints, keep_last=keep_last, protected=protected))
 
     def save(self, folder: Path) -> Path:
-        """Write a checkpoint of this moment into ``folder``."""
+        """Write a checkpoint of this moment into ``folder``. Every rank calls it."""
         return ckpt.save_checkpoint(
             folder,
             progress=self.state,
@@ -324,7 +376,8 @@ class LocalRuntime:
 
     def _begin(self, resume: bool, display: Display) -> None:
         """Restore the newest checkpoint, or begin at step 0."""
-        found = ckpt.list_checkpoints(self.folder.checkpoints) if resume else []
+        self.ranks.enter("restoring a checkpoint" if resume else "keeping frozen Models")
+        found = self.ranks.once(lambda: ckpt.list_checkpoints(self.folder.checkpoints) if resume else [])
         if found:
             self.restore(found[-1])
             step, most = self.state.step, self.settings.num_steps
@@ -335,12 +388,19 @@ class LocalRuntime:
             if resume:
                 self.restore(None)
                 display.message("There is no checkpoint yet: the run starts at step 0.")
-        for plan in self.evaluations if resume else ():
+        if resume:
+            self.results = self.ranks.once(self._forget_what_comes_again)
+
+    def _forget_what_comes_again(self) -> dict[str, list[EvaluationResult]]:
+        """Delete evaluations and dumps of steps that are run again; what evaluations are left."""
+        found: dict[str, list[EvaluationResult]] = {}
+        for plan in self.evaluations:
             results = load_evaluations(self.folder.evaluations, plan.name, up_to=self.state.step)
-            self.results[plan.name] = [*results[:1], *results[1:][-1:]]
-        for path in self.folder.dumps.glob("step-*") if resume else ():
+            found[plan.name] = [*results[:1], *results[1:][-1:]]
+        for path in self.folder.dumps.glob("step-*"):
             if ckpt.step_of(path) > self.state.step:  # it is run again
                 shutil.rmtree(path)
+        return found
 
 
 def refuse_staleness(program: Program) -> None:

@@ -35,6 +35,10 @@ def layout(program: Program) -> dict[str, str]:
     return {
         "device": program.plan.device,
         "threads": str(torch.get_num_threads()),
+        "ranks": str(program.plan.num_devices),
+        "strategies": "; ".join(f"{m.name}: {m.strategy}" for m in program.plan.models)
+        if program.plan.num_devices > 1
+        else "none",
         "micro_batch_tokens": str(program.plan.micro_batch_tokens),
         "torch": torch.__version__,
     }

@@ -18,17 +18,20 @@ from flowrl.runtime.run_folder import RunFolder
 
 
 def save_run(local: LocalRuntime) -> str:
-    """Write ``program.pkl`` with cloudpickle. A live model is written as a HuggingFace folder beside it, at step 0.
+    """Write ``program.pkl`` with cloudpickle. A live model is written as a HuggingFace folder beside it, at step 0. Every rank
+    of a run calls it.
 
     Returns:
         Why the run cannot be replayed, where something in it cannot be pickled; else "".
     """
-    import cloudpickle
-
     live = _live_models(local)
     for name, model in live.values():
-        engine = local.bindings.engines[model]
-        write_folder(local.folder.live / name, lambda target, engine=engine: engine.export(target))  # type: ignore[misc]
+        write_folder(local.folder.live / name, local.bindings.engines[model].export, local.ranks)
+    return local.ranks.once(lambda: _save_program(local, live))
+
+
+def _save_program(local: LocalRuntime, live: dict[int, tuple[str, Model]]) -> str:
+    import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
         def persistent_id(self, obj: Any) -> str | None:

@@ -26,8 +26,12 @@ class EndedAtOnce(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def stop_on_signals(say: Callable[[str], None]) -> Iterator[Stop]:
+def stop_on_signals(say: Callable[[str], None], at_once: Callable[[], bool] = lambda: False) -> Iterator[Stop]:
     """Inside the body the first Ctrl-C or SIGTERM sets the flag that it is given, and the second raises.
+
+    Args:
+        say: shows a sentence.
+        at_once: asked at the first one, whether that raises already.
 
     In a thread that is not the main one nothing is done: signals are the main thread's business.
     """
@@ -37,7 +41,7 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[Stop]:
         return
 
     def handle(number: int, frame: Any) -> None:
-        if stop.signal_number is not None:
+        if stop.signal_number is not None or at_once():
             raise EndedAtOnce(number)
         stop.signal_number = number
         # The signal may have come in the middle of a print, which cannot be entered twice.

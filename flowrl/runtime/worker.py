@@ -8,10 +8,12 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any, cast
 
+from flowrl.compiler.strategy import Strategy
 from flowrl.errors import ModelError, nearest
 from flowrl.models import AnyModel, DerivedModel, Ema, Frozen, Model, Snapshot, ValueHead
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines.base import Engine, EngineOptions
+from flowrl.runtime.ranks import ONE_RANK
 
 if TYPE_CHECKING:
     from flowrl.batches import Sequences
@@ -25,13 +27,14 @@ def open_engine(model: AnyModel, bindings: Bindings) -> Engine:
     """Open the engine of a Model; of a derived Model, from the engine of its base.
 
     A :class:`Frozen` copies the weights of its base while these are still those of step 0, so open it before training
-    starts; later they are loaded again from the source.
+    starts; later they are loaded again from the source. Of a Model with ``lora`` it is the base, which never changes.
 
     Raises:
         ModelError: an unknown engine, a source that cannot be loaded, two Models on one live module, or a Frozen of a
             live module that has been trained already.
     """
-    options = EngineOptions(micro_batch_tokens=bindings.micro_batch_tokens)
+    named = bindings.strategies.get(model.name) or bindings.strategies.get(getattr(model, "base", model).name)
+    options = EngineOptions(bindings.micro_batch_tokens, strategy=named or Strategy(), ranks=bindings.ranks or ONE_RANK)
     if isinstance(model, Model):
         _refuse_shared_module(model, bindings)
         return _engine_class(model).open(model, options)
@@ -39,7 +42,7 @@ def open_engine(model: AnyModel, bindings: Bindings) -> Engine:
     if isinstance(model, ValueHead):
         base.add_value_head(model.name)
         return cast(Engine, ValueHeadView(base, model.name))
-    if isinstance(model, Frozen) and not base.is_untrained:
+    if isinstance(model, Frozen) and not base.is_untrained and getattr(base, "adapter", None) is None:
         if _is_live(model.base):
             raise ModelError(
                 f"{model!r}: the weights of step 0 are gone: {model.base!r} is a live model and has been trained",
@@ -48,10 +51,10 @@ def open_engine(model: AnyModel, bindings: Bindings) -> Engine:
                 do="use frozen() in the flow from the start, or give the Model a name or a folder as its source",
             )
         fresh = _engine_class(model.base).open(model.base, options)
-        frozen = fresh.copy(model)
+        frozen = fresh.copy(model, options)
         fresh.close()
         return frozen
-    return base.copy(model)
+    return base.copy(model, options)
 
 
 def follow(model: DerivedModel, bindings: Bindings) -> None:
@@ -121,6 +124,8 @@ def _refuse_shared_module(model: Model, bindings: Bindings) -> None:
     if not _is_live(model) or model.kind == "value" or getattr(model, "new_head", False):
         return
     for other in bindings.engines:
+        if getattr(other, "lora", None) is not None and model.lora is not None:
+            continue  # neither changes it
         if isinstance(other, Model) and other.source is model.source and other.kind == model.kind:
             raise ModelError(
                 f"{model!r} and {other!r} share one live model",

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flowrl.batches import LogprobOrigin, Sequences
+from flowrl.compiler.strategy import Strategy
 from flowrl.ragged import Ragged
+from flowrl.runtime.ranks import ONE_RANK, Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,11 +164,14 @@ class EngineOptions:
     Args:
         micro_batch_tokens: the token budget of one forward pass when training or scoring.
         device: "cpu", "cuda", …; None takes the machine's best.
+        strategy: how the Model is held over the ranks of the run.
+        ranks: this process among them.
     """
 
     micro_batch_tokens: int = 4096
     device: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    strategy: Strategy = field(default_factory=Strategy)
+    ranks: Ranks = field(default_factory=lambda: ONE_RANK)
 
 
 def micro_batches(lengths: Tensor, budget: int) -> list[list[int]]:

@@ -15,6 +15,9 @@ transformers_sampling     generation
 transformers_cache        the key-value cache of a generation
 transformers_training     one optimiser step
 transformers_state        weights, checkpoints, export
+transformers_adapters     LoRA on a base that never changes
+transformers_quantization bases that are held in fewer bits
+transformers_merging      what others see of those two: ordinary weights
 ========================= =============================================================================
 
 The module is always in eval mode, in training too: dropout would make the ratio of two passes over the same rows noise.
@@ -29,20 +32,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flowrl.batches import LogprobOrigin, Sequences
 from flowrl.errors import DataError, ModelError
-from flowrl.models import AnyModel, DerivedModel, Model
+from flowrl.models import AnyModel, DerivedModel, Frozen, Model
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines import transformers_state as state
 from flowrl.runtime.engines.base import EngineOptions, Generated, StepResult, TokenScores
+from flowrl.runtime.engines.transformers_adapters import AdaptedNetwork, Adapter, adapted
 from flowrl.runtime.engines.transformers_forward import Forward, Wanted, forward, joined
 from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_rows
-from flowrl.runtime.engines.transformers_loading import load_module, load_tokenizer, load_value_head
+from flowrl.runtime.engines.transformers_loading import is_live, load_module, load_tokenizer, load_value_head, quiet
 from flowrl.runtime.engines.transformers_network import Network
-from flowrl.runtime.engines.transformers_sampling import generate
+from flowrl.runtime.engines.transformers_sampling import check_prompts, generate
+from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, shards_of
 from flowrl.runtime.engines.transformers_training import train_step
 
 if TYPE_CHECKING:
@@ -63,9 +69,20 @@ class TransformersEngine:
         model: the Model that it holds: itself, or one derived from ``settings``.
         settings: the Model whose dtype, autocast, tokenizer and source count.
         module: the network; trained in place.
+        adapter: of the module, where the Model has one or is quantised: then the rest of the module never changes.
+        shards: of the module, where another engine laid it over ranks.
     """
 
-    def __init__(self, model: AnyModel, settings: Model, module: nn.Module, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        model: AnyModel,
+        settings: Model,
+        module: nn.Module,
+        options: EngineOptions,
+        *,
+        adapter: Adapter | None = None,
+        shards: Shards | None = None,
+    ) -> None:
         self.model = model
         self.settings = settings
         self.options = options
@@ -76,7 +93,13 @@ class TransformersEngine:
         self.heads: dict[str, nn.Linear] = {}
         self.restored = False
         autocast = None if settings.autocast is None else getattr(torch, settings.autocast)
-        self.network = Network(module, autocast=autocast, name=model.name)
+        self.adapter = adapter
+        self.network = (
+            Network(module, autocast=autocast, name=model.name)
+            if adapter is None
+            else AdaptedNetwork(module, adapter, autocast=autocast, name=model.name)
+        )
+        self.shards = shards or shards_of(self.network, options, model.name)
         self._tokenizer: Any = None
         if autocast is not None and self.network.device.type == "cpu" and not _cpu_multiplies(autocast):
             logger.warning(
@@ -94,29 +117,54 @@ class TransformersEngine:
         Raises:
             ModelError: see :func:`flowrl.runtime.engines.transformers_loading.load_module`.
         """
-        module: Any = load_module(model)
-        module.to(_device(model, options))
+        device = _device(model, options)
+        module: Any = load_module(model, device)
+        if options.ranks.size > 1 and is_live(model.source) and model.lora is None:
+            module = copy.deepcopy(module)  # it is taken apart; what was given stays whole, and is not trained
+        if model.quantization is None:  # what is quantised was loaded to its place
+            module.to(device)
+        adapter = adapted(model, module, options)
         if not model.trainable:
             module.requires_grad_(False)
-        engine = cls(model, model, module, options)
+        engine = cls(model, model, module, options, adapter=adapter)
         if model.kind == "value":
             engine.add_value_head(OWN_HEAD)
         return engine
 
-    def copy(self, model: DerivedModel) -> TransformersEngine:
-        """An engine of its own for a derived Model, with these weights, not trained."""
-        with torch.no_grad():
-            module = copy.deepcopy(self.network.module)
-        module.requires_grad_(False)
-        module.zero_grad(set_to_none=True)
-        other = TransformersEngine(model, self.settings, module, self.options)
-        other.policy_version = self.policy_version
+    def copy(self, model: DerivedModel, options: EngineOptions | None = None) -> TransformersEngine:
+        """An engine of its own for a derived Model, with these weights, not trained. Where only an adapter changes, the base
+        is shared, and a Frozen is that of step 0 whenever it is made."""
+        options = options or self.options
+        at_step_0 = isinstance(model, Frozen) and self.adapter is not None
+        if self.adapter is not None:
+            adapter = self.adapter.derived(model, self.shards, untrained=self.is_untrained)
+            module = self.network.module
+            other = TransformersEngine(model, self.settings, module, options, adapter=adapter, shards=self.shards)
+        else:
+            module = self._module_copy()
+            module.requires_grad_(False)
+            module.zero_grad(set_to_none=True)
+            other = TransformersEngine(model, self.settings, module, options)
+        other.policy_version = 0 if at_step_0 else self.policy_version
         other._tokenizer = self._tokenizer
         if self.settings.kind == "value":
             other.add_value_head(OWN_HEAD)
-            other.heads[OWN_HEAD].load_state_dict(self.heads[OWN_HEAD].state_dict())
+            if not at_step_0:
+                other.heads[OWN_HEAD].load_state_dict(self.heads[OWN_HEAD].state_dict())
             other.heads[OWN_HEAD].requires_grad_(False)
         return other
+
+    def _module_copy(self) -> Any:
+        """The network's module with these weights, whole, on this rank."""
+        module: Any = self.network.module
+        if not isinstance(self.shards, ParallelShards):
+            with torch.no_grad():
+                return copy.deepcopy(module)
+        with quiet():
+            new = type(module)(copy.deepcopy(module.config)).to(self.network.device)
+        whole = {name: self.shards.whole(t) for name, t in module.state_dict().items()}
+        new.load_state_dict(whole)
+        return new
 
     @property
     def is_untrained(self) -> bool:
@@ -226,7 +274,30 @@ class TransformersEngine:
         )
 
     def generate(self, prompts: Ragged, keys: Sequence[int], sampling: Sampling) -> Generated:
-        return generate(self.network, prompts, keys, sampling, self.stop_token_ids(sampling))
+        """See the protocol.
+
+        Raises:
+            DataError: a prompt that is empty, too long, or has a token that the model does not know.
+            UnsupportedError: a model without a key-value cache.
+        """
+        check_prompts(self.network, prompts)
+        stop = self.stop_token_ids(sampling)
+
+        def of(rows: list[int]) -> Generated:
+            part = prompts.select(torch.tensor(rows, dtype=torch.int64))
+            return generate(self.network, part, [keys[i] for i in rows], sampling, stop)
+
+        # Each rank samples its rows to their end: how many passes that takes differs.
+        shares = [list(part) for part in np.array_split(np.arange(prompts.num_rows), self.shards.dp_size)]
+        with self.shards.whole_weights():
+            parts = self.shards.gather([s for s in shares if len(s)], lambda rows: self.shards.run(lambda: of(rows)))
+        if not parts:
+            return of([])
+        return Generated(
+            Ragged.concat([p.tokens for p in parts]),
+            Ragged.concat([p.logprobs for p in parts]),
+            torch.cat([p.finish_reason for p in parts]),
+        )
 
     @torch.no_grad()
     def logprobs(
@@ -271,7 +342,10 @@ class TransformersEngine:
         return joined([p.scores for p in self._forwards(sequences, Wanted(scores=True))])
 
     def _forwards(self, sequences: Sequences, wanted: Wanted) -> list[Forward]:
-        return [forward(self, sequences.select(rows), wanted) for rows in self._micro_batches(sequences)]
+        """Of each micro-batch, on every rank."""
+        return self.shards.gather(
+            self._micro_batches(sequences), lambda rows: forward(self, sequences.select(rows), wanted)
+        )
 
     def _micro_batches(self, sequences: Sequences) -> list[Tensor]:
         check_rows(sequences, self.max_length, self.network.vocab_size)
@@ -296,11 +370,14 @@ class TransformersEngine:
     def torch_optimizer(self, settings: AdamW) -> torch.optim.Optimizer:
         """The optimiser, made at the first step, with these settings and all parameters that are trained now."""
         parameters = [p for _, p in self.trained_parameters()]
-        if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW(parameters, fused=self.network.device.type in ("cpu", "cuda"))
-        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if new := [p for p in parameters if id(p) not in known]:  # a head that came later
-            self.optimizer.add_param_group({"params": new})
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]} if self.optimizer else set()
+        for new in self.shards.together([p for p in parameters if id(p) not in known]):  # a head may come later
+            if self.optimizer is None:
+                fused = self.network.device.type in ("cpu", "cuda") and not isinstance(self.shards, ParallelShards)
+                self.optimizer = torch.optim.AdamW(new, fused=fused)
+            else:
+                self.optimizer.add_param_group({"params": new})
+        assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group.update(betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
         return self.optimizer
@@ -335,6 +412,11 @@ class TransformersEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return state.weights(self)
 
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Of a Model with an adapter, names and CPU copies of what is trained: the adapter, heads. It is what
+        :meth:`load_weights` of such a Model takes, since :meth:`weights` has the adapter added to the base."""
+        return state.own_weights(self)
+
     def load_weights(self, weights: Mapping[str, Tensor], *, policy_version: int) -> None:
         state.load_weights(self, weights)
         self.policy_version = policy_version
@@ -345,10 +427,12 @@ class TransformersEngine:
         """``self = decay * self + (1 - decay) * base``; buffers that are no floats are copied."""
         theirs = state.live_tensors(base)
         for name, mine in state.live_tensors(self).items():
+            # a copy of an adapter is whole on every rank
+            other = theirs[name] if type(mine) is type(theirs[name]) else base.shards.whole(theirs[name])
             if mine.is_floating_point():
-                mine.lerp_(theirs[name].to(mine), 1 - decay)
+                mine.lerp_(other.to(mine), 1 - decay)
             else:
-                mine.copy_(theirs[name])
+                mine.copy_(other)
         self.policy_version = base.policy_version
 
     def save(self, folder: Path) -> None:
@@ -365,6 +449,8 @@ class TransformersEngine:
         """Free the weights. A live model stays its owner's."""
         self.optimizer = None
         self.heads = {}
+        if self.adapter is not None:
+            self.adapter.close()
         del self.network
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -79,6 +79,11 @@ def packed(pack: Pack) -> Iterator[None]:
         _pack.reset(token)
 
 
+def current_pack() -> Pack | None:
+    """The rows over which attention goes here; None outside of :func:`packed`."""
+    return _pack.get()
+
+
 def pack_rows(rows: Sequence[Tensor], tokens: Tensor, positions: Tensor) -> Pack:
     """Make the attention layout of rows.
 

@@ -65,14 +65,25 @@ class Forward:
     candidates: list[Tensor] = field(default_factory=list)
     top: tuple[Tensor, Tensor] | None = None
 
+    def columns(self) -> list[Tensor]:
+        """Everything that may carry a gradient."""
+        plain = (self.logprobs, self.entropy, self.scores)
+        return [
+            t for t in (*plain, *self.values.values(), *self.divergences.values(), *self.candidates) if t is not None
+        ]
+
 
 def forward(engine: TransformersEngine, sequences: Sequences, wanted: Wanted) -> Forward:
-    """Run one micro-batch.
+    """Run one micro-batch; all ranks of the network run one at the same time.
 
     Raises:
         ModelError: a value head that is not there, or a divergence to a Model of another vocabulary.
         UnsupportedError: scores of a Model that is no reward model.
     """
+    return engine.shards.run(lambda: _forward(engine, sequences, wanted))
+
+
+def _forward(engine: TransformersEngine, sequences: Sequences, wanted: Wanted) -> Forward:
     network, out = engine.network, Forward()
     layout = network.layout(sequences)
     head = _score_head(engine) if wanted.scores else None
@@ -141,9 +152,14 @@ def _of_other(spec: Divergence, sequences: Sequences, temperature: float) -> Dis
     other: Any = spec.model.bound_engine()
     network = other.network
     layout: Layout = network.layout(sequences)
-    with torch.no_grad(), network.compute():
-        hidden = network.hidden(layout) if network.computes_logits_here else None
-        return Distributions(network, layout, hidden, temperature)
+
+    def distributions() -> Distributions:
+        with torch.no_grad(), network.compute():
+            hidden = network.hidden(layout) if network.computes_logits_here else None
+            return Distributions(network, layout, hidden, temperature)
+
+    with torch.no_grad():
+        return other.shards.run(distributions, stays=True)  # its head is read when the losses are
 
 
 def _score_head(engine: TransformersEngine) -> nn.Linear | None:

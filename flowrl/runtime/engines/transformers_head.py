@@ -168,6 +168,8 @@ class _HeadLogprobs(torch.autograd.Function):
                     grad_weight += grad.t() @ part
             if grad_bias is not None:
                 grad_bias += grad.float().sum(0)
+        if want_weight and grad_weight is None:  # ranks must agree on which parameters have a gradient
+            grad_weight = torch.zeros_like(weight)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -33,6 +33,8 @@ from transformers.utils import logging as transformers_logging
 
 from flowrl.errors import ModelError
 from flowrl.models import Model
+from flowrl.runtime.engines.transformers_adapters import require_peft
+from flowrl.runtime.engines.transformers_quantization import quantised_options
 
 logger = logging.getLogger("flowrl")
 
@@ -52,13 +54,21 @@ VALUE_HEADS = "value_heads.safetensors"
 HUB_TIMEOUT = 5.0
 
 
-def load_module(model: Model) -> PreTrainedModel:
+def load_module(model: Model, device: torch.device | None = None) -> PreTrainedModel:
     """The network of a Model, on the CPU, in its dtype: a causal language model, the body alone of a ValueModel, or the
     classifier of a RewardModel. A ValueModel's is a copy where the source is live: its trunk is its own.
 
+    Args:
+        device: where a Model with ``quantization`` is loaded to, since it is quantised there.
+
     Raises:
-        ModelError: there is no such model, it cannot be loaded, or weights are missing from it.
+        ModelError: there is no such model, it cannot be loaded, weights are missing from it, or this machine cannot
+            quantise it as asked.
     """
+    for problem in model.problems() if model.lora is not None or model.quantization is not None else ():
+        raise ModelError(f"{model!r}: {problem}")
+    if model.lora is not None:
+        require_peft(model)
     if is_live(model.source):
         return _live_module(model)
     auto: Any = {"reward": AutoModelForSequenceClassification, "value": AutoModel}.get(model.kind, AutoModelForCausalLM)
@@ -66,6 +76,8 @@ def load_module(model: Model) -> PreTrainedModel:
     options.setdefault("dtype", getattr(torch, model.dtype))
     if model.kind == "reward":
         options.setdefault("num_labels", 1)
+    if model.quantization is not None:
+        options.update(quantised_options(model, source, options, device or torch.device("cpu")))
     with _loading(model), quiet():
         module, info = auto.from_pretrained(source, output_loading_info=True, **options)
     if getattr(model, "new_head", False):
@@ -73,6 +85,7 @@ def load_module(model: Model) -> PreTrainedModel:
     else:
         _check_loaded(model, module, info)
     _forget_quantisation(module)
+    _refuse_training_quantised(model, module)
     return module
 
 
@@ -145,15 +158,32 @@ def _live_module(model: Model) -> PreTrainedModel:
             expected="a model name, a folder, or a live PreTrainedModel",
             received=f"{type(module).__name__}",
         )
+    if hasattr(module, "get_base_model") and hasattr(module, "peft_config"):
+        raise ModelError(
+            f"{model!r} is a live model that peft has wrapped",
+            expected="the base, and the adapter by lora=",
+            received=type(module).__name__,
+            do="save the adapter, and give the base with lora=LoRA(adapter_source=folder); or merge_and_unload() it",
+        )
     if model.kind == "value":
         module = copy.deepcopy(getattr(module, "base_model", module))
-    if getattr(model, "new_head", False):
+    elif getattr(model, "new_head", False):
         module = _classifier_on(module)
+    elif model.lora is not None:
+        module = _sharing_tensors(module)
     dtype = getattr(torch, model.dtype)
     for parameter in module.parameters():  # buffers keep their precision: rotary frequencies need it
         if parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     return module  # type: ignore[return-value]
+
+
+def _sharing_tensors(module: Any) -> Any:
+    """The same network of other modules: what is put into it does not reach the one that was given, but its numbers, which
+    an adapter never changes, are not copied."""
+    memo: dict[int, Any] = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
+    memo |= {id(b): b for b in module.buffers()}
+    return copy.deepcopy(module, memo)
 
 
 def _classifier_on(module: Any) -> Any:
@@ -211,6 +241,18 @@ def _forget_quantisation(module: Any) -> None:
     module.is_quantized = False
     if hasattr(module.config, "quantization_config"):
         del module.config.quantization_config
+
+
+def _refuse_training_quantised(model: Model, module: Any) -> None:
+    """A source may be quantised without anybody having said so."""
+    if model.quantization is None and model.trainable and getattr(module, "is_quantized", False):
+        method = getattr(module, "quantization_method", "quantised")
+        raise ModelError(
+            f"{model!r} is trainable, and its source holds quantised weights",
+            expected="lora=LoRA(…) and quantization=, or trainable=False",
+            received=str(getattr(method, "value", method)),
+            do="train an adapter on it, or take a source that is not quantised",
+        )
 
 
 # -- is it there? ------------------------------------------------------------------------------------------------------
@@ -332,6 +374,42 @@ def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | 
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | None:
+    """The folder of the converted file, made now if it is not there; None where it cannot be written."""
+    file = _gguf_path(model, source, options)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowrl" / "converted"
+    stat = file.stat()
+    key = json.dumps(
+        [str(file.resolve()), stat.st_size, stat.st_mtime_ns, sorted((k, str(v)) for k, v in options.items())]
+        + [_is_classifier(model), model.dtype, transformers.__version__]
+    )
+    target = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if (target / "config.json").is_file():
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache))
+    except OSError as error:
+        logger.info("%s cannot be written (%s): %s is converted each time", cache, error, file.name)
+        return None
+    try:
+        _convert(model, source, options, work)
+        work.rename(target)
+    except OSError as error:
+        if (target / "config.json").is_file():  # another process was quicker
+            return target
+        logger.info("%s cannot be written (%s): %s is converted each time", cache, error, file.name)
+        return None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _is_classifier(model: Model) -> bool:
+    """Whether the source is a classifier: that of a reward model with a new head is a language model."""
+    return model.kind == "reward" and not getattr(model, "new_head", False)
 
 
 def _convert(model: Model, source: str, options: Mapping[str, Any], folder: Path) -> None:

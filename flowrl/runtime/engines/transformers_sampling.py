@@ -39,17 +39,8 @@ def generate(
 ) -> Generated:
     """Sample one response a row; see :meth:`flowrl.runtime.engines.base.Engine.generate`.
 
-    Raises:
-        DataError: an empty prompt, or one that leaves no room for a token.
-        UnsupportedError: a model without a key-value cache.
+    The prompts are some that :func:`check_prompts` lets pass.
     """
-    if network.head is None or "past_key_values" not in network.parameters_of_module:
-        raise UnsupportedError(
-            f"{network.name} cannot be sampled from by the transformers engine",
-            expected="a causal language model with a key-value cache",
-            received=type(network.module).__name__,
-        )
-    _check_prompts(prompts, network.max_length)
     rows = prompts.num_rows
     responses: list[Tensor] = []
     logprobs: list[Tensor] = []
@@ -68,7 +59,30 @@ def generate(
     return Generated(tokens, Ragged.from_rows(logprobs, torch.float32), finish_reason)
 
 
-def _check_prompts(prompts: Ragged, max_length: int | None) -> None:
+def check_prompts(network: Network, prompts: Ragged) -> None:
+    """Refuse what cannot be sampled from. Over ranks it is asked of all rows, before they are dealt out: a rank that raised
+    alone would leave the others waiting.
+
+    Raises:
+        DataError: an empty prompt, one that leaves no room for a token, or one with a token that the model does not know.
+        UnsupportedError: a model without a key-value cache.
+    """
+    if network.head is None or "past_key_values" not in network.parameters_of_module:
+        raise UnsupportedError(
+            f"{network.name} cannot be sampled from by the transformers engine",
+            expected="a causal language model with a key-value cache",
+            received=type(network.module).__name__,
+        )
+    unknown = (prompts.values < 0) | (prompts.values >= network.vocab_size)
+    if bool(unknown.any()):
+        place = int(unknown.nonzero()[0])
+        raise DataError(
+            f"The prompt of row {int(prompts.row_of_value[place])} has a token that the model does not know",
+            expected=f"token ids from 0 to {network.vocab_size - 1}",
+            received=int(prompts.values[place]),
+            do="use the model's own tokenizer",
+        )
+    max_length = network.max_length
     for row, length in enumerate(prompts.lengths.tolist()):
         if length == 0:
             raise DataError(

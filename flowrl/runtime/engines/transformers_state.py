@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import CheckpointError, ModelError
+from flowrl.runtime.engines import transformers_merging as merging
 from flowrl.runtime.engines.transformers_loading import VALUE_HEADS, quiet
 
 if TYPE_CHECKING:
@@ -21,7 +22,17 @@ HEAD_PREFIX = "value_heads."
 
 
 def live_tensors(engine: TransformersEngine) -> dict[str, Tensor]:
-    """All parameters and persistent buffers by name, each once: of tied weights the first name."""
+    """All that may change, by name, each tensor once: parameters and persistent buffers (of tied weights the first name);
+    where there is an adapter, it alone. Value heads, too."""
+    engine.shards.settle()
+    found = _tensors_of_module(engine) if engine.adapter is None else engine.adapter.tensors()
+    for head, layer in engine.heads.items():
+        for name, tensor in layer.named_parameters():
+            found[f"{HEAD_PREFIX}{head}.{name}"] = tensor
+    return found
+
+
+def _tensors_of_module(engine: TransformersEngine) -> dict[str, Tensor]:
     module: Any = engine.network.module
     persistent = module.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
@@ -30,14 +41,13 @@ def live_tensors(engine: TransformersEngine) -> dict[str, Tensor]:
         if name in persistent and id(tensor) not in seen:
             seen.add(id(tensor))
             found[name] = tensor
-    for head, layer in engine.heads.items():
-        for name, tensor in layer.named_parameters():
-            found[f"{HEAD_PREFIX}{head}.{name}"] = tensor
     return found
 
 
 def aliases(engine: TransformersEngine) -> dict[str, str]:
     """Other names of tied weights, to the name that :func:`live_tensors` uses."""
+    if engine.adapter is not None:
+        return {}
     first = {id(t): name for name, t in live_tensors(engine).items()}
     module: Any = engine.network.module
     return {
@@ -48,9 +58,21 @@ def aliases(engine: TransformersEngine) -> dict[str, str]:
 
 
 def weights(engine: TransformersEngine) -> Iterator[tuple[str, Tensor]]:
-    """Names and copies on the CPU, one at a time: later training does not change what was given out."""
+    """Names and copies on the CPU, one at a time: later training does not change what was given out. An adapter is added to
+    its base, and what is quantised is not any more: the names are those of the base as it is."""
+    if engine.adapter is None:
+        yield from own_weights(engine)
+        return
+    yield from merging.plain_weights(engine)
+    for name, tensor in own_weights(engine):
+        if name.startswith(HEAD_PREFIX):
+            yield name, tensor
+
+
+def own_weights(engine: TransformersEngine) -> Iterator[tuple[str, Tensor]]:
+    """Of :func:`live_tensors`, copies on the CPU, one at a time."""
     for name, tensor in live_tensors(engine).items():
-        yield name, tensor.detach().to("cpu", copy=True)
+        yield name, engine.shards.whole(tensor).to("cpu", copy=True)
 
 
 def load_weights(engine: TransformersEngine, new: Mapping[str, Tensor]) -> None:
@@ -74,26 +96,34 @@ def load_weights(engine: TransformersEngine, new: Mapping[str, Tensor]) -> None:
         raise ModelError(
             f"These weights do not fit {engine.model!r}: {'; '.join(problems[:20])}"
             + (f"; and {len(problems) - 20} more" if len(problems) > 20 else ""),
-            expected=f"the {len(current)} tensors that weights() gives",
+            expected=f"the {len(current)} tensors that "
+            + ("weights()" if engine.adapter is None else "adapter_weights()")
+            + " gives",
             received=f"{len(new)} tensors",
+            do=None if engine.adapter is None else "give it the adapter alone: its base never changes",
         )
     with torch.no_grad():
         for name, tensor in current.items():
-            tensor.copy_(new[name])
+            engine.shards.place(tensor, new[name])
 
 
 def save(engine: TransformersEngine, folder: Path) -> None:
     """Write weights, optimiser and counters."""
     from safetensors.torch import save_file
 
-    tensors = {name: t.detach().cpu().contiguous() for name, t in live_tensors(engine).items()}
+    tensors = {name: engine.shards.whole(t).cpu().contiguous() for name, t in live_tensors(engine).items()}
+    optimizer = optimizer_state(engine)
+    if not engine.shards.is_first:
+        return
     save_file(tensors, folder / WEIGHTS)
-    torch.save(optimizer_state(engine), folder / OPTIMIZER)
+    torch.save(optimizer, folder / OPTIMIZER)
     state = {
         "policy_version": engine.policy_version,
         "optimizer_steps": engine.optimizer_steps,
         "heads": list(engine.heads),
     }
+    if engine.adapter is not None:
+        state["adapter"] = engine.adapter.adapters.describe()
     (folder / STATE).write_text(json.dumps(state))
 
 
@@ -113,6 +143,14 @@ def load(engine: TransformersEngine, folder: Path) -> None:
             received=f"no {', '.join(absent)}",
         )
     state = json.loads((folder / STATE).read_text())
+    adapter = None if engine.adapter is None else engine.adapter.adapters.describe()
+    if state.get("adapter") != adapter:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another adapter",
+            expected=f"{adapter or 'none'}, as {engine.model!r} has",
+            received=state.get("adapter") or "none",
+            do="resume with the lora= and quantization= that the run was started with",
+        )
     for head in state["heads"]:
         engine.add_value_head(head)
     try:
@@ -130,7 +168,7 @@ def optimizer_state(engine: TransformersEngine) -> dict[str, dict[str, Tensor]]:
         return {}
     states = engine.optimizer.state
     return {
-        name: {key: value.detach().cpu() for key, value in states[parameter].items()}
+        name: {key: engine.shards.whole(value).cpu() for key, value in states[parameter].items()}
         for name, parameter in engine.trained_parameters()
         if parameter in states
     }
@@ -147,17 +185,49 @@ def restore_optimizer(engine: TransformersEngine, states: Mapping[str, Mapping[s
     parameters = dict(engine.trained_parameters())
     for name, tensors in states.items():
         parameter = parameters[name]
-        optimizer.state[parameter] = {k: t.to(parameter.device, copy=True) for k, t in tensors.items()}
+        optimizer.state[parameter] = {k: _placed(engine, parameter, t) for k, t in tensors.items()}
+
+
+def _placed(engine: TransformersEngine, parameter: Tensor, whole: Tensor) -> Tensor:
+    """An optimiser's tensor of a parameter, which lies over ranks as the parameter does; a counter as it is."""
+    if whole.shape != parameter.shape:
+        return whole.to(parameter.device, copy=True)
+    placed = torch.zeros_like(parameter)
+    engine.shards.place(placed, whole)
+    return placed
 
 
 def export(engine: TransformersEngine, folder: Path) -> None:
-    """Write a HuggingFace directory: config, weights, tokenizer; value heads beside them."""
+    """Write a HuggingFace directory: config, weights, tokenizer; value heads beside them, and an adapter."""
     from safetensors.torch import save_file
 
+    if engine.adapter is not None:
+        merging.export(engine, folder)
+    whole = _whole_state(engine)
+    if not engine.shards.is_first:
+        return
     with quiet():
-        engine.network.module.save_pretrained(folder)
+        if engine.adapter is None:
+            engine.network.module.save_pretrained(folder, **({} if whole is None else {"state_dict": whole}))
         if engine.has_tokenizer:
             engine.tokenizer.save_pretrained(folder)
     heads = {k.removeprefix(HEAD_PREFIX): t for k, t in live_tensors(engine).items() if k.startswith(HEAD_PREFIX)}
     if heads:
         save_file({k: t.detach().cpu().contiguous() for k, t in heads.items()}, folder / VALUE_HEADS)
+
+
+def _whole_state(engine: TransformersEngine) -> dict[str, Tensor] | None:
+    """The state dict of a module that lies over ranks, in whole tensors, tied ones once; None where it is whole already or
+    only its adapter is exported. Every rank asks for it, the first keeps it."""
+    from torch.distributed.tensor import DTensor
+
+    module: Any = engine.network.module
+    live = module.state_dict(keep_vars=True)
+    if engine.adapter is not None or not any(isinstance(t, DTensor) for t in live.values()):
+        return None
+    seen: dict[int, Tensor] = {}
+    for tensor in live.values():
+        if id(tensor) not in seen:
+            whole = engine.shards.whole(tensor)
+            seen[id(tensor)] = whole.cpu() if engine.shards.is_first else whole[:0]
+    return {name: seen[id(tensor)] for name, tensor in live.items()}

@@ -51,6 +51,15 @@ class _Tally:
         else:
             pair[1] += float(count)
 
+    @classmethod
+    def joined(cls, parts: Sequence[_Tally]) -> _Tally:
+        """The sums over all ranks."""
+        total = cls()
+        for part in parts:
+            for name, (number, count) in part.sums.items():
+                total.add(name, number, None if name in part.undivided else count)
+        return total
+
     def pairs(self) -> dict[str, tuple[float, float]]:
         return {n: (s, 1.0 if n in self.undivided else c) for n, (s, c) in self.sums.items()}
 
@@ -90,11 +99,18 @@ def train_step(
     _clear_gradients(parameters)
     objective, guilty = 0.0, []
     for work in works:
-        for rows in work.batches:
-            value, bad = _run_batch(engine, work, rows, backward=not guilty)
+        for rows, counts in engine.shards.deal(work.batches):
+            value, bad = _run_batch(engine, work, rows, backward=engine.shards.in_step or not guilty, tally=counts)
             objective += value
             guilty += bad
-    norm = _grad_norm(parameters)
+    for parameter in parameters:  # where nothing pulls, momentum and decay go on, as over ranks, where all get a gradient
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    engine.shards.reduce_gradients(parameters)
+    shares = engine.shards.everyone((objective, guilty, tallies))
+    objective, guilty = sum(share[0] for share in shares), [row for share in shares for row in share[1]]
+    tallies = [_Tally.joined(parts) for parts in zip(*(share[2] for share in shares), strict=True)]
+    norm = engine.shards.grad_norm(parameters)
     if not guilty and not math.isfinite(norm):
         guilty = _rows_of_nonfinite_gradients(engine, works, parameters)
     if guilty or not math.isfinite(norm):
@@ -169,7 +185,9 @@ def _same_rows(a: Sequences, b: Sequences) -> bool:
 def _run_batch(
     engine: TransformersEngine, work: _Work, rows: list[int], *, backward: bool, tally: bool = True
 ) -> tuple[float, list[tuple[int, int]]]:
-    """One micro-batch: its part of the objective, and the (prompt_id, sample_id) of rows whose loss is not finite."""
+    """One micro-batch: its part of the objective, and the (prompt_id, sample_id) of rows whose loss is not finite. Without a
+    ``tally`` nobody counts it; where all ranks run in step it still has its backward pass, with gradients of 0."""
+    in_step = engine.shards.in_step
     index = torch.tensor(rows, dtype=torch.int64)
     sequences = work.sequences.select(index)
     terms = [term_rows.term.select(index) for term_rows, _ in work.terms]
@@ -193,10 +211,11 @@ def _run_batch(
                 objective = objective + term.loss.weight * total
             elif term_rows.count > 0:
                 objective = objective + term.loss.weight / term_rows.count * total
-    if backward and not guilty and objective.requires_grad:
+    if backward and not guilty and objective.requires_grad and (tally or not in_step):
         objective.backward()
-        _backward(scores, leaves)
-    return float(objective.detach()), guilty
+    if backward:
+        _backward(scores, leaves, in_step=in_step)
+    return (float(objective.detach()), guilty) if tally else (0.0, [])
 
 
 def _forward(engine: TransformersEngine, work: _Work, sequences: Sequences, terms: Sequence[LossTerm]) -> _Columns:
@@ -239,11 +258,15 @@ def _current(term: LossTerm, place: int, leaves: _Columns, sequences: Sequences)
     return Current(sequences.loss_mask, **found)
 
 
-def _backward(scores: _Columns, leaves: _Columns) -> None:
+def _backward(scores: _Columns, leaves: _Columns, *, in_step: bool) -> None:
     """From the gradients of the loss into the model. Where they are 0 (groups whose advantages are) so are the model's,
-    and nothing is computed."""
+    and nothing is computed, unless other ranks wait for it."""
     grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    live = [name for name, grad in grads.items() if bool((grad != 0).any())]  # NaN is not 0
+    if in_step:
+        live = [name for name, score in scores.items() if score.requires_grad]
+        grads = {name: grads.get(name, torch.zeros_like(scores[name])) for name in live}
+    else:
+        live = [name for name, grad in grads.items() if bool((grad != 0).any())]  # NaN is not 0
     if live:
         torch.autograd.backward([scores[n] for n in live], [grads[n] for n in live])
 
@@ -287,8 +310,8 @@ def _rows_of_nonfinite_gradients(
 
     def finite(work: _Work, rows: list[int]) -> bool:
         _clear_gradients(parameters)
-        _run_batch(engine, work, rows, backward=True, tally=False)
-        return math.isfinite(_grad_norm(parameters))
+        _run_batch(engine, work, rows, backward=True, tally=True)  # the same rows on every rank
+        return math.isfinite(engine.shards.grad_norm(parameters))
 
     guilty: list[tuple[int, int]] = []
     for work, rows in _all_batches(works):
@@ -315,15 +338,6 @@ def _ids(sequences: Sequences, rows: Sequence[int] | range) -> list[tuple[int, i
 def _clear_gradients(parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _grad_norm(parameters: Sequence[Tensor]) -> float:
-    """L2 norm over all gradients, in float32."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return 0.0
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-    return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
 
 
 def _check_counts(terms: Sequence[TermRows], tallies: Sequence[_Tally]) -> None:

@@ -1,0 +1,1 @@
+"""What ``flowrl doctor`` and ``flowrl calibrate`` share: trials in processes of their own, and measured rates."""

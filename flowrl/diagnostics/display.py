@@ -1,0 +1,162 @@
+"""Reports of the doctor and calibrations, for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flowrl.diagnostics.packages import TOOLS, Package, pip
+
+if TYPE_CHECKING:
+    from flowrl.calibration import Calibration
+    from flowrl.doctor import Report
+
+_MARKS = {"works": "[green]✓[/]", "not installed": "[dim]–[/]"}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The doctor's report: what there is, what works, and at the end what is wrong."""
+    console.print(
+        f"[bold]flowrl {report.flowrl}[/] in {escape(report.location)}, Python {escape(report.python)}", soft_wrap=True
+    )
+    _print_machine(report, console)
+    _print_packages(report, console)
+    table = _table("engines", "", "", "")
+    for engine in report.engines:
+        mark = _MARKS.get(engine.status, "[red]✗[/]")
+        detail = engine.detail or (engine.do if engine.status == "not installed" else "")
+        table.add_row(mark, engine.name, engine.status, escape(detail))
+    console.print(table)
+    _print_places(report, console)
+    _print_problems(report, console)
+
+
+def _print_machine(report: Report, console: Console) -> None:
+    machine, torch = report.machine, report.torch
+    table = _table("machine", "", "")
+    cores = f"{machine.num_usable_cores} of {machine.num_cores} cores"
+    table.add_row(
+        "processor", escape(f"{machine.cpu}, {cores}, {', '.join(machine.instruction_sets) or 'no vector sets'}")
+    )
+    table.add_row(
+        "bfloat16", "multiplied by the processor" if machine.fast_bfloat16 else "slow on the processor: converted"
+    )
+    table.add_row("memory", _size(machine.memory_bytes))
+    for i, gpu in enumerate(machine.gpus):
+        table.add_row(f"GPU {i}", escape(f"{gpu.name}, {_size(gpu.memory_bytes)}, compute capability {gpu.capability}"))
+    if not machine.gpus:
+        table.add_row("GPU", "none that torch can use")
+    if report.driver is not None and not report.driver.error:
+        table.add_row("driver", escape(report.driver.version))
+    if torch:
+        built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "no GPU"
+        backends = [name for name in ("gloo", "nccl") if torch[name]]
+        table.add_row(
+            "torch", f"built for {built}; {torch['num_threads']} threads; {' and '.join(backends) or 'no'} backend"
+        )
+    console.print(table)
+
+
+def _print_packages(report: Report, console: Console) -> None:
+    table = _table("packages", "extra", "packages", "to install")
+    extras = list(dict.fromkeys(e for p in report.packages for e in p.extras if e not in TOOLS))
+    shown: set[tuple[str, ...]] = set()
+    for extra in extras:
+        members = [p for p in report.packages if extra in p.extras]
+        names = tuple(sorted(p.name for p in members))
+        others = {
+            p.name
+            for e in extras
+            if e != extra
+            for p in report.packages
+            if e in p.extras and _smaller(report, e, extra)
+        }
+        if set(names) <= others or names in shown:
+            continue  # made of other extras
+        shown.add(names)
+        parts = [_package(p) for p in members]
+        missing = any(p.version is None for p in members)
+        table.add_row(extra or "flowrl", ", ".join(parts), escape(pip(extra)) if missing and extra else "")
+    if report.companions:
+        table.add_row("beside", ", ".join(f"{name} {version}" for name, version in report.companions.items()), "")
+    console.print(table)
+
+
+def _package(package: Package) -> str:
+    if package.version is None:
+        return f"[dim]{package.name} –[/]"
+    return f"{package.name} {package.version}" if package.fits else f"{package.name} [red]{package.version}[/]"
+
+
+def _smaller(report: Report, one: str, other: str) -> bool:
+    sizes = [sum(extra in p.extras for p in report.packages) for extra in (one, other)]
+    return sizes[0] < sizes[1]
+
+
+def _print_places(report: Report, console: Console) -> None:
+    table = _table("surroundings", "", "")
+    for place in report.places:
+        writable = "" if place.writable else ", [red]not writable[/]"
+        table.add_row(place.what, f"{escape(place.path)}: {_size(place.free_bytes)} free{writable}")
+    for name, value in report.variables.items():
+        table.add_row(name, escape(value))
+    console.print(table)
+
+
+def _print_problems(report: Report, console: Console) -> None:
+    for problem in report.problems:
+        mark = "[red]✗[/]" if problem.severity == "problem" else "[yellow]![/]"
+        console.print(f"{mark} {escape(problem.what)}\n    do: {escape(problem.do)}", soft_wrap=True, highlight=False)
+    count = sum(p.severity == "problem" for p in report.problems)
+    console.print(
+        f"[red]{count} problem{'s' if count > 1 else ''}.[/]" if count else "[green]All that is installed works.[/]"
+    )
+
+
+def print_calibration(calibration: Calibration, console: Console) -> None:
+    """Every rate, a line each."""
+    table = _table("rates", "rate", "conditions", "median", "half of all between", "repetitions")
+    for rate in calibration.rates:
+        table.add_row(
+            rate.name,
+            escape(", ".join(_condition(n, v) for n, v in rate.conditions.items())),
+            f"{_number(rate.value)}{rate.unit}",
+            f"{_number(rate.low)}– {_number(rate.high)}".rstrip(),
+            str(rate.repetitions),
+        )
+    console.print(table)
+    for sentence in calibration.notes:
+        console.print(f"[yellow]![/] {escape(sentence)}", soft_wrap=True)
+
+
+def _condition(name: str, value: object) -> str:
+    if name == "bytes" and isinstance(value, int):
+        return _size(value)
+    return f"{name} {value}" if not isinstance(value, str) else value
+
+
+def _number(value: float) -> str:
+    """With an SI prefix: "61.3 G"."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def _size(number: int) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} B"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, show_header=any(columns), pad_edge=False
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

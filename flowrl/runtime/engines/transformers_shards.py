@@ -1,0 +1,437 @@
+"""How a network lies over the ranks of a run: FSDP2 over data-parallel ranks, tensor parallelism inside of layers.
+
+Every rank is given whole batches and gives back whole results. What is dealt out is micro-batches: the same ones for every
+number of ranks, so that a row is scored by the same arithmetic wherever that happens. Under FSDP a forward pass is a
+conversation of all ranks, so a rank with fewer micro-batches than others runs idle ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flowrl.compiler.strategy import Strategy
+from flowrl.errors import ModelError
+from flowrl.runtime.engines.base import EngineOptions
+from flowrl.runtime.engines.transformers_attention import current_pack, packed
+from flowrl.runtime.engines.transformers_network import Network
+from flowrl.runtime.ranks import Ranks, group_of
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Shards:
+    """A network on one rank: nothing is dealt out, nothing is gathered."""
+
+    dp_rank = 0
+    dp_size = 1
+    #: Whether every forward and backward pass is a conversation of all ranks.
+    in_step = False
+
+    def deal(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+        """This rank's share of what all ranks hold, with False for what is only run to keep in step."""
+        return [(item, True) for item in items]
+
+    def run(self, function: Callable[[], T], *, stays: bool = False) -> T:
+        """Run a forward pass; what it returns may have ``columns()``, its tensors with gradient.
+
+        Args:
+            stays: whether the weights outside of layers are read after it, too.
+        """
+        return function()
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Within it layers can be called any number of times, and not the same number on every rank."""
+        yield
+
+    def settle(self) -> None:
+        """Let the module's parameters be what the optimiser changes: this rank's parts of them."""
+
+    def everyone(self, value: T) -> list[T]:
+        """What every data-parallel rank has."""
+        return [value]
+
+    def gather(self, items: Sequence[T], work: Callable[[T], R]) -> list[R]:
+        """Work on items, each on one rank; all results, in order, on every rank."""
+        mine = self.attempt(lambda: [(work(item), counts) for item, counts in self.deal(items)])
+        shares = self.everyone([result for result, counts in mine if counts])
+        return [shares[i % self.dp_size][i // self.dp_size] for i in range(len(items))]
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Let every rank do its part; where one raises, all do."""
+        return work()
+
+    def total(self, column: Tensor) -> Tensor:
+        """The sum of a CPU tensor over data-parallel ranks, in place."""
+        return column
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Add up the gradients that nobody has added up yet."""
+
+    def together(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Parameters that an optimiser may work on in one go."""
+        return [list(parameters)] if parameters else []
+
+    def grad_norm(self, parameters: Sequence[Tensor]) -> float:
+        """L2 norm over all gradients, in float32."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return 0.0
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        return float(torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms])))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files."""
+        return True
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A parameter as one tensor; every rank asks for it."""
+        return tensor.detach()
+
+    def place(self, target: Tensor, whole: Tensor) -> None:
+        """Copy a whole tensor into this rank's part of a parameter."""
+        target.copy_(whole)
+
+
+class ParallelShards(Shards):
+    """A network over several ranks.
+
+    Args:
+        ranks: of the run.
+        strategy: how the network is held.
+        network: whose module is sharded in place.
+        name: of the Model, for messages.
+
+    Raises:
+        ModelError: the module has no layers, or its layers cannot be split.
+    """
+
+    def __init__(self, ranks: Ranks, strategy: Strategy, network: Network, name: str) -> None:
+        for problem in strategy.problems(ranks.size):
+            raise ModelError(f"{name}: {problem}")
+        module = network.module
+        self.ranks, self.strategy = ranks, strategy
+        tp = strategy.tensor_parallel
+        dp = ranks.size // tp
+        shard = strategy.shard_size or dp
+        device = next(module.parameters()).device.type
+        self.mesh = _mesh(device, (dp // shard, shard, tp))
+        self.dp_size, self.dp_rank = dp, ranks.rank // tp
+        self.dp_group = group_of([[d * tp + t for d in range(dp)] for t in range(tp)], ranks.deadline)
+        self.in_step = strategy.sharding != "none"
+        self.root: nn.Module = _Root(module)
+        self._running = False
+        layers = layers_of(module, strategy.shard_layers, name)
+        if tp > 1:
+            _split_layers(module, layers, self.mesh["tensor"], name)
+        prepare_layers(network, layers, strategy)
+        if self.in_step:
+            self._fully_shard(layers)
+
+    def _fully_shard(self, layers: Sequence[nn.Module]) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        hybrid = self.mesh["replicate"].size() > 1
+        options: dict[str, Any] = {
+            "mesh": self.mesh["replicate", "shard"] if hybrid else self.mesh["shard"],
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        }
+        if self.strategy.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
+        frees = self.strategy.sharding != "optimizer"
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=frees, **options)
+        # The root's weights (embedding, head) are needed at both ends of a pass.
+        fully_shard(self.root, reshard_after_forward=False, **options)
+        for module in self._sharded():
+            # Losses are divided by the count over all ranks, so gradients are added, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def _sharded(self) -> list[Any]:
+        from torch.distributed.fsdp import FSDPModule
+
+        return [m for m in self.root.modules() if isinstance(m, FSDPModule)]
+
+    # -- what is dealt out --------------------------------------------------------------------------------------------------
+
+    def deal(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+        mine = [(item, True) for item in items[self.dp_rank :: self.dp_size]]
+        most = math.ceil(len(items) / self.dp_size)
+        idle = [(items[0], False) for _ in range(most - len(mine))] if self.in_step else []
+        return mine + idle
+
+    def everyone(self, value: T) -> list[T]:
+        return self.ranks.everyone(value, self.dp_group)
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        return self.ranks.together(work)
+
+    def total(self, column: Tensor) -> Tensor:
+        return self.ranks.total(column, self.dp_group)
+
+    # -- passes -------------------------------------------------------------------------------------------------------------
+
+    def run(self, function: Callable[[], T], *, stays: bool = False) -> T:
+        if self._running:  # a pass of the base within one of the adapter on it
+            return function()
+        made: list[T] = []
+
+        def body() -> Any:
+            made.append(function())
+            columns = getattr(made[0], "columns", list)
+            return columns()  # FSDP hooks into the gradients of these
+
+        self._running = True
+        try:
+            self.root(body)
+        finally:
+            self._running = False
+        if self.in_step and not torch.is_grad_enabled() and not stays:
+            self.root.reshard()  # type: ignore[operator]  # no backward pass comes that would
+        return made[0]
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        layers = [m for m in self._sharded() if m is not self.root]
+        for layer in layers:
+            layer.set_reshard_after_forward(False, recurse=False)
+            layer.unshard()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.reshard()
+                layer.set_reshard_after_forward(self.strategy.sharding != "optimizer", recurse=False)
+
+    def settle(self) -> None:
+        for module in self._sharded():
+            module.reshard()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------------
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        mine = {id(p) for m in self._sharded() for p in m.parameters()} if self.in_step else set()
+        for parameter in parameters:
+            if id(parameter) in mine or self.dp_size == 1:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local = _local(parameter.grad)
+            summed = self.total(local.cpu())
+            if summed is not local:
+                local.copy_(summed)
+
+    def together(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        return list(by_mesh.values())
+
+    def grad_norm(self, parameters: Sequence[Tensor]) -> float:
+        squares = torch.zeros((), dtype=torch.float64)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local = _local(parameter.grad)
+                norm = torch.linalg.vector_norm(local, dtype=torch.float32).double().cpu()
+                squares += norm**2 / self._copies(parameter.grad)
+        return float(self.ranks.total(squares).sqrt())
+
+    def _copies(self, tensor: Tensor) -> int:
+        """Ranks that hold each number of a tensor."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if not isinstance(tensor, DTensor):
+            return self.ranks.size
+        kept = math.prod(
+            n for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p == Replicate()
+        )
+        return kept * self.ranks.size // tensor.device_mesh.size()
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        return self.ranks.is_first
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        tensor = tensor.detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def place(self, target: Tensor, whole: Tensor) -> None:
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(target, DTensor):
+            target.copy_(whole)
+            return
+        local = target.to_local()
+        local.copy_(local_part(target, whole).to(local))
+
+
+def local_part(target: Any, whole: Tensor) -> Tensor:
+    """What this rank holds of a whole tensor that lies as ``target`` does.
+
+    The numbers 0 … n−1 are laid out as the target is; each rank reads from them which ones are its own. Along one dimension
+    that is enough, since a DTensor is split along whole slices.
+    """
+    from torch.distributed.tensor import DTensor
+
+    part = whole
+    for dim in range(whole.ndim):
+        places = _places(target, dim)
+        part = part.index_select(dim, places)
+    assert isinstance(target, DTensor) and part.shape == target.to_local().shape
+    return part
+
+
+def _places(target: Any, dim: int) -> Tensor:
+    """int64: which slices along ``dim`` this rank holds. Splits are applied in the order in which they were made:
+    tensor parallelism first, which FSDP's strided split says by its factor."""
+    places = torch.arange(target.shape[dim])
+    # A strided split is no Shard in all versions of torch; what is split has a dim.
+    splits = [(i, p) for i, p in enumerate(target.placements) if getattr(p, "dim", None) in (dim, dim - target.ndim)]
+    strided = [s for s in splits if type(s[1]).__name__ == "_StridedShard"]
+    for axis, _ in [*(s for s in splits if s not in strided), *strided]:
+        parts, mine = target.device_mesh.size(axis), target.device_mesh.get_local_rank(axis)
+        size = math.ceil(len(places) / parts)
+        places = places[mine * size : (mine + 1) * size]
+    return places
+
+
+def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _mesh(device: str, shape: tuple[int, int, int]) -> Any:
+    """The mesh of this shape; one for all Models, since each holds groups of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    key = (id(dist.group.WORLD), device, shape)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    return _meshes[key]
+
+
+_meshes: dict[Any, Any] = {}
+
+
+class _Root(nn.Module):
+    """Whose forward pass is the whole pass, head and losses' inputs included, so that FSDP sees its ends."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, body: Callable[[], Any]) -> Any:
+        return body()
+
+
+def layers_of(module: Any, class_names: Sequence[str], name: str) -> list[nn.Module]:
+    """The layers that are sharded each for itself.
+
+    Raises:
+        ModelError: there are none of these classes, or none at all.
+    """
+    if class_names:
+        found = [m for m in module.modules() if type(m).__name__ in class_names]
+        missing = sorted(set(class_names) - {type(m).__name__ for m in found})
+        if missing:
+            raise ModelError(
+                f"{name} has no module of class {', '.join(missing)}",
+                expected="classes of its modules in shard_layers",
+                received=", ".join(sorted({type(m).__name__ for m in module.modules()})[:12]),
+            )
+        return found
+    stacks = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1]
+    stack = max(stacks, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
+    if stack is None:
+        raise ModelError(
+            f"The layers of {name} cannot be found",
+            expected="a list of equal layers in the module",
+            received=type(module).__name__,
+            do="name their classes: Strategy(shard_layers=(…,))",
+        )
+    return list(stack)
+
+
+def _split_layers(module: Any, layers: Sequence[nn.Module], mesh: Any, name: str) -> None:
+    """Tensor parallelism by the model's own plan; what lies outside of layers stays whole on every rank."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan = getattr(module.config.get_text_config(), "base_model_tp_plan", None) or {}
+    by_layer = {key.partition("layers.*.")[2]: style for key, style in plan.items() if key.startswith("layers.*.")}
+    unknown = sorted({style for style in by_layer.values() if style not in styles})
+    if not by_layer or unknown:
+        raise ModelError(
+            f"{name} cannot be split by tensor parallelism",
+            expected="a model whose configuration has a plan of colwise and rowwise layers",
+            received=f"styles {', '.join(unknown)}" if unknown else f"no plan for {type(module).__name__}",
+            do="use data parallelism: Strategy(tensor_parallel=1)",
+        )
+    config = module.config.get_text_config()
+    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, what, None)
+        if isinstance(number, int) and number % mesh.size():
+            raise ModelError(
+                f"{name} cannot be split over {mesh.size()} ranks",
+                expected=f"a divisor of its {what}, {number}",
+                received=f"tensor_parallel={mesh.size()}",
+                do="choose another tensor_parallel",
+            )
+    for layer in layers:
+        present = {n for n, _ in layer.named_modules()}
+        parallelize_module(layer, mesh, {n: styles[s]() for n, s in by_layer.items() if n in present})
+
+
+def prepare_layers(network: Network, layers: Sequence[nn.Module], strategy: Strategy) -> None:
+    """Activation checkpointing and compilation of layers."""
+    for layer in layers:
+        if strategy.compile_layers:
+            layer.compile()
+        if strategy.activation_checkpointing != "none":
+            offloads = strategy.activation_checkpointing == "offload"
+            layer.forward = functools.partial(_checkpointed, network, layer.forward, offloads)  # type: ignore[method-assign]
+
+
+def _checkpointed(
+    network: Network, forward: Callable[..., Any], offloads: bool, hidden: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """A layer of which only the input is kept, in host memory where it ``offloads``; the rest is computed again."""
+    if not torch.is_grad_enabled():
+        return forward(hidden, *args, **kwargs)
+    pack = current_pack()
+
+    def again(hidden: Tensor) -> Any:
+        with network.compute(), packed(pack) if pack is not None else contextlib.nullcontext():
+            return forward(hidden, *args, **kwargs)
+
+    if not offloads:
+        return checkpoint(again, hidden, use_reentrant=False, preserve_rng_state=False)
+    # Non-reentrant checkpoints keep their inputs in a closure; reentrant ones save them, where a hook can move them.
+    with torch.autograd.graph.save_on_cpu(pin_memory=hidden.device.type == "cuda"):
+        return checkpoint(again, hidden, use_reentrant=True, preserve_rng_state=False)
+
+
+def shards_of(network: Network, options: EngineOptions, name: str) -> Shards:
+    """How a network that was just loaded lies over the ranks of the run; a run of one rank prepares its layers alone."""
+    if options.ranks.size > 1:
+        return ParallelShards(options.ranks, options.strategy, network, name)
+    if options.strategy.compile_layers or options.strategy.activation_checkpointing != "none":
+        prepare_layers(network, layers_of(network.module, options.strategy.shard_layers, name), options.strategy)
+    return Shards()

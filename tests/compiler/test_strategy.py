@@ -1,0 +1,140 @@
+"""Strategies: from a run's arguments into the plan, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flowrl import (
+    Cluster,
+    FunctionReward,
+    GroupAdvantage,
+    GRPOUpdater,
+    Model,
+    PolicyLogprobs,
+    Prompts,
+    ReferenceLogprobs,
+    RLFlow,
+    Rollout,
+    Updater,
+    ValueHead,
+    ValueLoss,
+    Values,
+    compile,
+    source,
+)
+from flowrl.compiler.plan import Plan, Program
+from flowrl.compiler.strategy import Strategy
+from flowrl.errors import FlowError
+
+FOUR = Cluster("cpu", num_devices=4)
+TP2 = Strategy(tensor_parallel=2)
+
+
+def flow(actor: Model | None = None) -> RLFlow:
+    actor = actor or Model("some/policy", name="actor")
+    rollouts = Rollout(actor, group_size=4)(source(Prompts, name="prompts"))
+    advantages = GroupAdvantage()(rollouts, FunctionReward(len)(rollouts))
+    old, ref = PolicyLogprobs(actor)(rollouts), ReferenceLogprobs(actor.frozen())(rollouts)
+    return RLFlow.from_outputs(GRPOUpdater(actor, kl_coef=0.1, epochs=2)(rollouts, advantages, old, ref))
+
+
+def held(program: Program) -> dict[str, Strategy]:
+    return program.strategies()
+
+
+def test_a_derived_model_is_held_as_its_base_unless_it_is_named() -> None:
+    own = Strategy(sharding="none")
+    assert held(compile(flow(), FOUR)) == {"actor": Strategy(), "actor.frozen": Strategy()}
+    assert held(compile(flow(), FOUR, strategies={"actor": TP2})) == {"actor": TP2, "actor.frozen": TP2}
+    assert held(compile(flow(), FOUR, strategies={"actor.frozen": own})) == {"actor": Strategy(), "actor.frozen": own}
+    both = compile(flow(), FOUR, strategies={"actor": TP2}, strategy=own)
+    assert held(both) == {"actor": TP2, "actor.frozen": TP2}, "the base's comes before the default"
+    assert held(compile(flow(), FOUR, strategy=own)) == {"actor": own, "actor.frozen": own}
+
+
+def test_models_may_be_named_or_given() -> None:
+    actor = Model("some/policy", name="actor")
+    given = compile(flow(actor), FOUR, strategies={actor: TP2, actor.frozen(): Strategy()})
+    named = compile(flow(actor), FOUR, strategies={"actor": TP2, "actor.frozen": Strategy()})
+    assert given.plan == named.plan
+
+
+def test_json_round_trip() -> None:
+    strategy = Strategy(
+        tensor_parallel=2, sharding="hybrid", shard_size=2, shard_layers=("A", "B"), activation_checkpointing="layers"
+    )
+    plan = compile(flow(), FOUR, strategies={"actor": strategy}).plan
+    assert Plan.from_json(plan.to_json()) == plan and plan.models[0].strategy == strategy
+    raw = json.loads(plan.to_json())
+    assert raw["num_devices"] == 4 and raw["models"][0]["strategy"]["shard_layers"] == ["A", "B"]
+
+
+def test_a_checkpoint_does_not_depend_on_them() -> None:
+    plans = [compile(flow(), FOUR, strategy=TP2).plan, compile(flow(), FOUR).plan, compile(flow(), Cluster("cpu")).plan]
+    assert len(set(plans)) == 3 and len({p.structure for p in plans}) == 1
+
+
+def test_the_plan_says_how_models_are_held_and_what_runs_once() -> None:
+    strategies = {
+        "actor": Strategy(tensor_parallel=2, cpu_offload=True, activation_checkpointing="layers"),
+        "actor.frozen": Strategy(sharding="none", compile_layers=True),
+    }
+    text = compile(flow(), FOUR, strategies=strategies).plan.explain()
+    assert text.startswith("8 calls on 4 ranks (cpu), in this order:")
+    assert (
+        "written by Updater#0; 2 ranks share each layer × 2 data-parallel ranks, parameters, gradients and optimiser "
+        "sharded; parameters and optimiser in host memory; activations of layers computed again" in text
+    )
+    assert "never written; 4 data-parallel ranks, a copy on each; layers compiled" in text
+    assert "[on the first rank]" in text
+    assert "ranks" not in compile(flow(), Cluster("cpu")).plan.explain(), "a single device has nothing to say of ranks"
+
+
+def test_what_holds_no_model_runs_once_and_losses_are_put_together_everywhere() -> None:
+    program = compile(flow(), FOUR)
+    assert program.once() == {"prompts", "FunctionReward#0", "GroupAdvantage#0"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategies": {"acto": TP2}}, r"strategies name 'acto', which is no Model of this flow; did you mean 'actor'\?"),
+        ({"strategies": {"actor": "tp2"}}, "the strategy of actor is 'tp2'; expected a flowrl.Strategy"),
+        ({"strategy": Strategy(tensor_parallel=0)}, "actor: tensor_parallel is 0; expected at least 1"),
+        (
+            {"strategies": {"actor": Strategy(tensor_parallel=3)}},
+            r"actor: tensor_parallel is 3; expected a divisor of the 4 ranks; actor.frozen: .*"
+            r"Do: torchrun --nproc-per-node 12 -m flowrl run FILE --runtime spmd, or another tensor_parallel",
+        ),
+        ({"strategy": Strategy(sharding="half")}, "actor: sharding is 'half'; expected one of full, optimizer, none"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlowError, match=message):
+        compile(flow(), FOUR, **arguments)
+
+
+def test_a_head_is_held_with_its_trunk() -> None:
+    actor = Model("some/policy", name="actor")
+    head = ValueHead(actor)
+    rollouts = Rollout(actor, group_size=2)(source(Prompts, name="prompts"))
+    advantages = GroupAdvantage()(rollouts, FunctionReward(len)(rollouts))
+    values = source(Values, name="values")
+    flow = RLFlow.from_outputs(Updater(actor)(ValueLoss(head)(rollouts, values, advantages)))
+    with pytest.raises(
+        FlowError, match=r"'actor.value_head', a head on the weights of 'actor'; expected the name of that"
+    ):
+        compile(flow, FOUR, strategies={head: TP2})
+    assert held(compile(flow, FOUR, strategies={actor: TP2}))["actor.value_head"] == TP2
+
+
+def test_a_model_on_one_device_cannot_lie_over_ranks() -> None:
+    actor = Model("some/policy", name="actor", device="cuda:1")
+    with pytest.raises(
+        FlowError, match="actor: device is 'cuda:1'; expected None or a kind of device, one for each rank"
+    ):
+        compile(flow(actor), FOUR)
+    compile(flow(actor), Cluster("cpu"))
