@@ -144,6 +144,7 @@ def run(
     evaluations: Sequence[Evaluation] = (),
     checkpoint_every: int | None = 50,
     keep_last: int = 2,
+    async_checkpoints: bool = True,
     keep_best: str | None = None,
     time_limit: float | None = None,
     max_nonfinite_steps: int = 3,
@@ -174,6 +175,7 @@ def run(
         evaluations: flows without an updater on held-out data.
         checkpoint_every: steps between checkpoints; None only at the end. One is always written when a run ends cleanly.
         keep_last: how many checkpoints to keep.
+        async_checkpoints: checkpoints are copied in host memory, and written while training goes on; else it waits for them.
         keep_best: a metric such as "eval/heldout/pass@1": the checkpoint where it was highest is kept too.
         time_limit: seconds after which the run ends cleanly, with a checkpoint; no step is begun that would end later, going
             by the slowest one so far.
@@ -218,6 +220,7 @@ def run(
             seed=seed,
             checkpoint_every=checkpoint_every,
             keep_last=keep_last,
+            async_checkpoints=async_checkpoints,
             keep_best=keep_best,
             time_limit=time_limit,
             max_nonfinite_steps=max_nonfinite_steps,
@@ -371,7 +374,7 @@ def _prepare(local: LocalRuntime, resume: bool) -> list[str]:
     folder, ranks = local.folder, local.ranks
     known = ranks.once(lambda: folder.read_manifest() if resume else {})
     if resume:
-        ranks.once(local.check_resume)
+        local.check_resume()
     local.open()
     ranks.enter("looking at the data and the weights")
     ranks.once(lambda: _check_rows(local))
@@ -467,7 +470,8 @@ def _finish(local: LocalRuntime, outcome: Outcome, result: RunResult, *, export:
         for model in local.changing.values():
             if isinstance(model, Model):
                 ranks.enter(f"exporting Model {model.name!r}")
-                replace_folder(folder.export / model.name, local.bindings.engines[model].export, ranks)
+                engine = local.bindings.engines[model]
+                replace_folder(folder.export / model.name, lambda target, _, e=engine: e.export(target), ranks)
     ranks.enter("writing the report")
     if report:
         ranks.once(lambda: _write_report(local, result))

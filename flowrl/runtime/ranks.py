@@ -352,12 +352,12 @@ def _meet(rank: int, size: int, deadline: float) -> None:
         raise RuntimeError(f"no sign of rank {', '.join(map(str, absent)) or 'any'}") from None
 
 
-def group_of(members: Sequence[Sequence[int]], deadline: float) -> Any:
+def group_of(members: Sequence[Sequence[int]], deadline: float, purpose: str = "") -> Any:
     """A gloo group a list of ranks; the one that this rank is in. Every rank calls it with the same lists.
 
-    A group holds threads for as long as the process lives, so one is made for each set of lists, whoever asks.
+    A group holds threads for as long as the process lives, so one is made for each set of lists and purpose, whoever asks.
     """
-    key = (id(dist.group.WORLD), tuple(map(tuple, members)))
+    key = (id(dist.group.WORLD), tuple(map(tuple, members)), purpose)
     if key not in _groups:
         _groups[key] = _new_groups(members, deadline)
     return _groups[key]

@@ -15,7 +15,7 @@ import torch
 from flowrl.errors import FlowError
 from flowrl.runtime.spmd import deadline_of_environment
 from tests.ranks import Launched, launch, torchrun
-from tests.runs import checkpoint_weights, checkpoints, rows
+from tests.runs import checkpoints, rows, saved_weights
 from tests.runtime.spmd_scenarios import everything, train, with_trouble
 
 FULL = {"sharding": "full"}
@@ -27,10 +27,8 @@ def close(a: float, b: float) -> bool:
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load
-
-    found = checkpoint_weights(folder, step).items()
-    return {f"{model}.{name}": tensor for model, raw in found for name, tensor in load(raw).items()}
+    models = sorted((folder / "checkpoints" / f"step-{step:06d}" / "models").iterdir())
+    return {f"{place.name}.{name}": tensor for place in models for name, tensor in saved_weights(place).items()}
 
 
 @pytest.fixture(scope="module")

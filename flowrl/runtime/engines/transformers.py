@@ -14,7 +14,8 @@ transformers_layout       micro-batches and packing
 transformers_sampling     generation
 transformers_cache        the key-value cache of a generation
 transformers_training     one optimiser step
-transformers_state        weights, checkpoints, export
+transformers_state        weights, export
+transformers_checkpoint   what a checkpoint holds
 transformers_adapters     LoRA on a base that never changes
 transformers_quantization bases that are held in fewer bits
 transformers_merging      what others see of those two: ordinary weights
@@ -40,15 +41,16 @@ from flowrl.batches import LogprobOrigin, Sequences
 from flowrl.errors import DataError, ModelError
 from flowrl.models import AnyModel, DerivedModel, Frozen, Model
 from flowrl.ragged import Ragged
+from flowrl.runtime.engines import transformers_checkpoint as checkpoint
 from flowrl.runtime.engines import transformers_state as state
-from flowrl.runtime.engines.base import EngineOptions, Generated, StepResult, TokenScores
+from flowrl.runtime.engines.base import EngineOptions, Generated, Saving, StepResult, TokenScores
 from flowrl.runtime.engines.transformers_adapters import AdaptedNetwork, Adapter, adapted
 from flowrl.runtime.engines.transformers_forward import Forward, Wanted, forward, joined
 from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_rows
 from flowrl.runtime.engines.transformers_loading import is_live, load_module, load_tokenizer, load_value_head, quiet
 from flowrl.runtime.engines.transformers_network import Network
 from flowrl.runtime.engines.transformers_sampling import check_prompts, generate
-from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, shards_of
+from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, lie_alike, shards_of
 from flowrl.runtime.engines.transformers_training import train_step
 
 if TYPE_CHECKING:
@@ -427,19 +429,24 @@ class TransformersEngine:
         """``self = decay * self + (1 - decay) * base``; buffers that are no floats are copied."""
         theirs = state.live_tensors(base)
         for name, mine in state.live_tensors(self).items():
-            # a copy of an adapter is whole on every rank
-            other = theirs[name] if type(mine) is type(theirs[name]) else base.shards.whole(theirs[name])
+            other = theirs[name]
+            if not lie_alike(mine, other):
+                other = torch.empty_like(mine)
+                self.shards.place(other, base.shards.whole(theirs[name]))
             if mine.is_floating_point():
                 mine.lerp_(other.to(mine), 1 - decay)
             else:
                 mine.copy_(other)
         self.policy_version = base.policy_version
 
+    def saving(self, *, copy: bool) -> Saving:
+        return checkpoint.saving(self, copy=copy)
+
     def save(self, folder: Path) -> None:
-        state.save(self, folder)
+        self.saving(copy=False)(folder, self.options.ranks)
 
     def load(self, folder: Path) -> None:
-        state.load(self, folder)
+        checkpoint.load(self, folder)
         self.restored = True
 
     def export(self, folder: Path) -> None:

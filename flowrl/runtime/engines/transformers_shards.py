@@ -281,6 +281,15 @@ class ParallelShards(Shards):
         local.copy_(local_part(target, whole).to(local))
 
 
+def lie_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether each rank holds the same part of both."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        return a.device_mesh == b.device_mesh and a.placements == b.placements
+    return not isinstance(a, DTensor) and not isinstance(b, DTensor)
+
+
 def local_part(target: Any, whole: Tensor) -> Tensor:
     """What this rank holds of a whole tensor that lies as ``target`` does.
 
