@@ -320,7 +320,7 @@ class _Pickler(pickle.Pickler):
         plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
         if not plain or obj.requires_grad or obj.numel() == 0 or obj.is_quantized:
             return NotImplemented
-        numbers = obj.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+        numbers: Any = obj.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(numbers), obj.dtype, tuple(obj.shape))
 
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NoReturn
@@ -107,7 +108,7 @@ def joined(deadline: float | None = None) -> Iterator[Ranks]:
     ranks = Ranks.join(deadline)
     watch = Watch(ranks.rank, ranks.size, deadline)
     tell_once()
-    with _quiet_logs() if not ranks.is_first else contextlib.nullcontext(), _ended_by_signals(watch):
+    with _quiet() if not ranks.is_first else contextlib.nullcontext(), _ended_by_signals(watch):
         try:
             yield replace(ranks, watch=watch)
         except BaseException as error:
@@ -156,15 +157,19 @@ def deadline_of_environment() -> float:
 
 
 @contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Rank 0 says what all ranks would say."""
-    logger = logging.getLogger("flowrl")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    loggers = [logging.getLogger(name) for name in ("flowrl", "torch", "transformers")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
 
 
 def end_now(status: int = 1) -> NoReturn:
