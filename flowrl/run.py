@@ -350,6 +350,7 @@ def _discarded_on_error(local: LocalRuntime, resume: bool, existed: bool) -> Ite
 @contextlib.contextmanager
 def _status_on_error(local: LocalRuntime) -> Iterator[None]:
     """Write how the run ended, where it ends with an error; also where the process is ended because another rank hangs."""
+    from flowrl.runtime.ranks import text_of
 
     def note(status: str, text: str) -> None:
         if local.ranks.is_first:
@@ -366,7 +367,7 @@ def _status_on_error(local: LocalRuntime) -> Iterator[None]:
             note("failed", elsewhere)
         else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            note(status, f"{type(error).__name__}: {error}")
+            note(status, text_of(error))
         raise
 
 

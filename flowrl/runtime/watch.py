@@ -24,7 +24,7 @@ from typing import Any
 
 import flowrl
 from flowrl.errors import FlowError, RankError
-from flowrl.runtime.ranks import claim, run_store
+from flowrl.runtime.ranks import claim, run_store, text_of
 
 #: Seconds in which ranks that hear of another's error get to the end of what they are at, and raise themselves.
 GRACE = 5.0
@@ -91,7 +91,7 @@ class Watch:
             text = str(error) + "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         else:  # somebody's code: its lines say more
             lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-            text = f"{type(error).__name__}: {error}\n" + "\n".join(f"  {line}" for line in lines)
+            text = text_of(error) + "\n" + "\n".join(f"  {line}" for line in lines)
         self._fail(f"Rank {self.rank} raised in {self._what}. {text}")
 
     def failure(self) -> str:

@@ -48,12 +48,13 @@ MICRO_BATCH_TOKENS = 40
 
 @dataclass
 class Trouble:
-    """What happens in the reward function or a node without a Model (on rank 0), or in a node that holds the actor (on every
-    rank).
+    """What happens at a chosen place of a run.
 
     Args:
-        kind: "raise", "hang", "kill", "terminate", or "orphan": torchrun is killed.
-        place: "reward", "host" or "actor".
+        kind: "raise", "hang", "kill", "stop" (no line of Python runs any more), "terminate", or to torchrun: "orphan" (it is
+            killed), "end" (SIGTERM), "interrupt" and "interrupt twice" (Ctrl-C).
+        place: "load" (of a Model), "reward", "host" (a node without a Model, on rank 0), "actor" (a node that holds the actor,
+            on every rank), "engine" (in the middle of a forward pass).
         rank: which rank it happens on.
         step: from 1.
     """
@@ -68,14 +69,37 @@ class Trouble:
         if (place, world_rank(), step) != (self.place, self.rank, self.step):
             return
         self.step = 0  # once
+        mine, torchruns = os.getpid(), os.getppid()
+        sent = {
+            "kill": [(mine, signal.SIGKILL)],
+            "stop": [(mine, signal.SIGSTOP)],
+            "terminate": [(mine, signal.SIGTERM)],
+            "orphan": [(torchruns, signal.SIGKILL)],
+            "end": [(torchruns, signal.SIGTERM)],
+            "interrupt": [(torchruns, signal.SIGINT)],
+            "interrupt twice": [(torchruns, signal.SIGINT)] * 2,
+        }
         if self.kind == "raise":
             raise ValueError("nothing to see")
         if self.kind == "hang":
             time.sleep(10_000)
-        if self.kind == "orphan":
-            os.kill(os.getppid(), signal.SIGKILL)
-        if self.kind in ("kill", "terminate"):
-            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGTERM)
+        for number, (process, which) in enumerate(sent[self.kind]):
+            time.sleep(number)
+            os.kill(process, which)
+        time.sleep(0.5)  # a signal arrives when it does
+
+
+def reach_engines() -> None:
+    """Let trouble find its way into the loading of Models, and into their forward passes."""
+    from flowrl.runtime import local, worker
+
+    def open_engine(model: Any, bindings: Any) -> Any:
+        TROUBLE.here("load")
+        engine: Any = worker.open_engine(model, bindings)
+        engine.network.module.register_forward_pre_hook(lambda *_: TROUBLE.here("engine"))
+        return engine
+
+    local.open_engine = open_engine
 
 
 TROUBLE = Trouble()
@@ -169,6 +193,7 @@ def train(
 def with_trouble(out: str, trouble: dict[str, Any], options: dict[str, Any]) -> None:
     """One run, with the trouble that is asked for; an error is the process's own."""
     TROUBLE.__dict__.update(trouble)
+    reach_engines()
     strategy = Strategy(**options.pop("strategy", {}))
     train(out, strategy=strategy, **options)
 

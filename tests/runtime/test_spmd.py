@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from flowrl.errors import FlowError
+from flowrl.runtime.replay import replay_step
 from flowrl.runtime.spmd import deadline_of_environment
-from tests.ranks import Launched, launch, torchrun
+from tests.ranks import Launched, launch, shared, torchrun
 from tests.runs import checkpoint_weights, checkpoints, rows
-from tests.runtime.spmd_scenarios import everything, train, with_trouble
+from tests.runtime import spmd_nodes
+from tests.runtime.spmd_scenarios import train, with_trouble
 
 FULL = {"sharding": "full"}
 
@@ -42,14 +44,11 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spmd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("spmd")
-    launched = launch(everything, str(folder), num_ranks=2, timeout=600).succeeded()
-    assert launched.errors == [], launched.output
-    return folder
+def spmd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared("spmd", request, tmp_path_factory)
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(900)
 def test_two_ranks_do_what_one_does(local: Path, spmd: Path) -> None:
     """Law 2: equal rewards and draws, losses and weights as near as the order of sums lets them be."""
     one, two = rows(local / "run"), rows(spmd / "none")[: 1 + 3]
@@ -101,6 +100,28 @@ def test_errors_end_up_in_the_manifest(spmd: Path) -> None:
     for name, error in (("host", "ValueError: nothing to see"), ("actor", "Rank 1 raised ValueError: nothing to see")):
         run = json.loads((spmd / name / "run.json").read_text())
         assert run["status"] == "failed" and error in run["error"]
+
+
+def test_nodes_of_ones_own_see_the_same_on_every_rank(spmd: Path, tmp_path: Path) -> None:
+    """One row or none on two ranks, a Snapshot, an Ema, a value head, a State, and a node that finds another thing on each."""
+    mine = spmd_nodes.train(tmp_path / "run", runtime="local")
+    first, second = (json.loads((spmd / f"seen.{rank}.json").read_text()) for rank in range(2))
+    for name in ("rewards", "count"):
+        assert first[name] == second[name] == mine[name]
+    assert [len(step) for step in first["rewards"]] == [1, 0, 1, 1]
+    for rank, seen in enumerate((first, second)):
+        assert seen["opened"] == seen["closed"] == [rank], "what setup opened, once on each rank, is closed there"
+    one, two = rows(tmp_path / "run"), rows(spmd / "nodes")
+    assert len(one) == len(two) == 4 and all(a.keys() == b.keys() for a, b in zip(one, two, strict=True))
+    assert [k for a, b in zip(one, two, strict=True) for k in a if not close(a[k], b[k])] == []
+    assert two[1]["empty_updates"] == 1
+
+
+def test_a_step_of_ranks_is_replayed_alone(spmd: Path) -> None:
+    replayed = replay_step(spmd / "none", 2)
+    assert replayed.recorded.keys() == replayed.replayed.keys()
+    assert [k for k, v in replayed.recorded.items() if not close(v, replayed.replayed[k])] == []
+    assert "ranks from 2 to 1" in replayed.differences
 
 
 def test_the_deadline_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
