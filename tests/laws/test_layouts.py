@@ -81,7 +81,7 @@ def test_the_flow_does_something(steps: int) -> None:
         moved = [
             float((t - start[model][n]).norm() / t.norm()) for n, t in alone.weights[model].items() if n in start[model]
         ]
-        assert max(moved) > 100 * WEIGHTS
+        assert max(moved) > 10 * WEIGHTS * steps
     assert all(torch.equal(t, start["actor"][n]) for n, t in alone.weights["actor.frozen"].items())
 
 

@@ -179,6 +179,47 @@ def test_a_rank_that_raises_while_the_other_is_in_a_conversation_ends_the_run(tm
     assert "spmd_scenarios.py" in message, "with the lines that raised it"
 
 
+GONE, LATE = "Rank {} is gone: it was in ", "Rank {} has not come back within 40 s: it was in "
+SAMPLING, LOADING = "call 'Rollout#0' (Rollout), step 2.", "loading Model 'tiny'."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("kind", "place", "rank", "said"),
+    [
+        ("kill", "engine", 0, GONE + SAMPLING),
+        ("kill", "engine", 1, GONE + SAMPLING),
+        ("kill", "load", 0, GONE + LOADING),
+        ("kill", "load", 1, GONE + LOADING),
+        ("stop", "engine", 1, LATE + SAMPLING),
+        ("hang", "engine", 1, LATE + SAMPLING),
+        ("raise", "load", 1, "Rank {} raised in " + LOADING + " ValueError: nothing to see\n"),
+    ],
+)
+def test_trouble_in_an_engine(kind: str, place: str, rank: int, said: str, tmp_path: Path) -> None:
+    """In the middle of a forward pass, or while a Model is loaded; a run that could not begin leaves nothing behind."""
+    step = 1 if place == "load" else 2
+    message = only_error(trouble(tmp_path / "run", {"deadline": 40}, kind=kind, place=place, rank=rank, step=step))
+    assert message.startswith("error: " + said.format(rank))
+    if place == "load":
+        assert rank == 0 or not (tmp_path / "run").exists()
+    else:
+        assert checkpoints(tmp_path / "run") == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("kind", "place", "last"), [("end", "actor", 2), ("interrupt", "engine", 2), ("interrupt twice", "reward", 1)]
+)
+def test_a_signal_to_torchrun_ends_all_ranks_after_a_step(kind: str, place: str, last: int, tmp_path: Path) -> None:
+    """And a second Ctrl-C at once."""
+    launched = trouble(tmp_path / "run", {"num_steps": 5}, kind=kind, place=place, rank=0, step=2)
+    assert launched.errors == [] and checkpoints(tmp_path / "run")[-1] == last
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_ranks_do_not_outlive_torchrun(tmp_path: Path) -> None:
