@@ -41,10 +41,14 @@ SIGNAL_BASE = 128
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, and exit."""
-    status = run_command(sys.argv[1:] if arguments is None else arguments)
-    if status == ERROR and os.environ.get("WORLD_SIZE", "1") != "1":
-        from flowrl.runtime.spmd import end_now
+    given = sys.argv[1:] if arguments is None else arguments
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        sys.exit(run_command(given))
+    from flowrl.runtime.spmd import end_now, tell_once
 
+    tell_once()
+    status = run_command(given)
+    if status == ERROR:
         end_now(status)
     sys.exit(status)
 

@@ -47,9 +47,22 @@ class Bindings:
     strategies: Mapping[str, Strategy] = field(default_factory=dict)
     #: This process among the ranks of the run; None for a run of one.
     ranks: Ranks | None = None
+    #: The call that runs on this rank alone, where there are others: the engines are all ranks'.
+    alone: str = ""
 
     def engine(self, model: Model) -> Engine:
-        """The engine that holds this Model, opened at first use."""
+        """The engine that holds this Model, opened at first use.
+
+        Raises:
+            FlowError: a call that holds no Model asks, of a run of several ranks: the others would not come.
+        """
+        if self.alone:
+            raise FlowError(
+                f"{self.alone} uses {model!r}, which is no setting of its node",
+                expected="a node that holds the Models that it uses: it then runs on all ranks, and not on one alone",
+                received="a Model from elsewhere (a global variable, a closure, an attribute of a function)",
+                do="give the node a field for the Model, and use that",
+            )
         if model not in self.engines:
             self.engines[model] = self.open_engine(model, self)
         return self.engines[model]

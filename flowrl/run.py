@@ -261,6 +261,7 @@ def _runtime(name: str) -> type[LocalRuntime]:
 def _run(local: LocalRuntime, *, resume: bool, started: float, export: bool, report: bool) -> RunResult:
     """On every rank: make or find the folder, load, train, and write what a run leaves behind."""
     folder, ranks = local.folder, local.ranks
+    resume, export, report = ranks.from_first((resume, export, report))
     existed = ranks.once(folder.path.exists)
     ranks.once(lambda: folder.create(resume=resume))
     with contextlib.ExitStack() as holding:
@@ -335,17 +336,24 @@ class _Planner:
 @contextlib.contextmanager
 def _discarded_on_error(local: LocalRuntime, resume: bool, existed: bool) -> Iterator[None]:
     """A run that could not begin leaves nothing behind, so that the same command works once its cause is repaired."""
+
+    def discard() -> None:
+        if not resume and local.ranks.is_first:
+            local.folder.discard(keep_folder=existed)
+
+    if local.ranks.watch is not None:  # which ends this process where another rank is gone
+        local.ranks.watch.on_end = lambda text: discard()
     try:
         yield
     except BaseException:
-        if not resume and local.ranks.is_first:
-            local.folder.discard(keep_folder=existed)
+        discard()
         raise
 
 
 @contextlib.contextmanager
 def _status_on_error(local: LocalRuntime) -> Iterator[None]:
     """Write how the run ended, where it ends with an error; also where the process is ended because another rank hangs."""
+    from flowrl.runtime.ranks import text_of
 
     def note(status: str, text: str) -> None:
         if local.ranks.is_first:
@@ -362,7 +370,7 @@ def _status_on_error(local: LocalRuntime) -> Iterator[None]:
             note("failed", elsewhere)
         else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            note(status, f"{type(error).__name__}: {error}")
+            note(status, text_of(error))
         raise
 
 

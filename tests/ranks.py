@@ -9,11 +9,14 @@ of their own; what it asserts fails the launch, and the test shows its output:
 
     def test_sums() -> None:
         launch(check_sums, num_ranks=2).succeeded()
+
+What the default tests check on two ranks is one launch for all of them: :data:`SUITES`, :func:`shared`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -23,11 +26,18 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+#: By name, what the one launch of two ranks calls with a folder, and the test file that looks at what is in there then.
+SUITES = {
+    "conversation": ("tests.runtime.test_ranks:conversation", "runtime/test_ranks.py"),
+    "spmd": ("tests.runtime.spmd_scenarios:everything", "runtime/test_spmd.py"),
+    "layouts": ("tests.laws.layouts_of_ppo:on_two_ranks", "laws/test_layouts.py"),
+    "shards": ("tests.runtime.engines.test_shards:on_two_ranks", "runtime/engines/test_shards.py"),
+}
 MARK = "FLOWRL_TEST_LAUNCH"
 
 
@@ -83,6 +93,37 @@ def launch(
     """Call ``function(*args)`` on every rank; the arguments travel as JSON."""
     where = f"{function.__module__}:{function.__qualname__}"
     return torchrun(["-m", "tests.ranks", where, json.dumps(args)], num_ranks=num_ranks, timeout=timeout, env=env)
+
+
+def shared(suite: str, request: Any, tmp_path_factory: Any) -> Path:
+    """The folder of a suite, after the launch that runs the suites of all test files of this session, once.
+
+    Whoever asks first launches it; the other processes of pytest-xdist, which collect the same tests, wait for it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    place = (base.parent if hasattr(request.config, "workerinput") else base) / "two-ranks"
+    place.mkdir(exist_ok=True)
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        outcome = place / "outcome.json"
+        if not outcome.exists():
+            files = {str(item.path) for item in request.session.items}
+            suites = [name for name, (_, file) in SUITES.items() if any(f.endswith(f"tests/{file}") for f in files)]
+            launched = launch(run_suites, str(place), suites, num_ranks=2, timeout=800)
+            outcome.write_text(json.dumps(asdict(launched)))
+    Launched(**json.loads(outcome.read_text())).succeeded()
+    return place / suite
+
+
+def run_suites(place: str, suites: list[str]) -> None:
+    """On every rank: one suite after the other."""
+    for suite in suites:
+        began = time.perf_counter()
+        folder = Path(place) / suite
+        folder.mkdir(exist_ok=True)
+        print(f"suite {suite}", flush=True)
+        main(SUITES[suite][0], json.dumps([str(folder)]))
+        print(f"suite {suite}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def torchrun(

@@ -24,7 +24,7 @@ class Background:
         self._ranks = ranks
         self._others = ranks
         if ranks.size > 1:
-            group = group_of([range(ranks.size)], ranks.deadline, purpose="background")
+            group = group_of([range(ranks.size)], ranks.deadline, use="background")
             # It does not say what this rank is at: the training does that.
             self._others = replace(ranks, group=group, watch=None)
         self._running: Future[None] | None = None

@@ -16,6 +16,7 @@ from flowrl.batches import Batch
 from flowrl.compiler.plan import Binding, Program, ProgramCall
 from flowrl.errors import ExhaustedError, FlowError
 from flowrl.models import DerivedModel, State
+from flowrl.nodes.loss import LossTerm
 from flowrl.nodes.source import Source
 from flowrl.runtime.ranks import ONE_RANK
 
@@ -138,7 +139,7 @@ class _Runner:
                 }
                 if call.label in self.elided:
                     return call.node.placeholder(**arguments)  # type: ignore[attr-defined]
-                return self._on_ranks(call, lambda: self._run_node(call, arguments, label))
+                return self._on_ranks(call, where, lambda: self._run_node(call, arguments, label))
         except Exception as error:
             error.add_note(f"in {where}")
             raise
@@ -149,14 +150,30 @@ class _Runner:
         context.seed_call(label)
         return call.node.run(arguments, label=label)
 
-    def _on_ranks(self, call: ProgramCall, work: Callable[[], Any]) -> Any:
+    def _on_ranks(self, call: ProgramCall, where: str, work: Callable[[], Any]) -> Any:
         """Run a call once or on every rank; the States that it writes are then the same everywhere."""
-        result = self.ranks.once(work) if call.label in self.once else self.ranks.together(work)
+        if self.ranks.size == 1:
+            return work()
+        if call.label in self.once:
+            result = self.ranks.once(lambda: self._alone(where, work))
+        else:
+            result = self.ranks.together(work)
+            theirs = not type(call.node).__module__.startswith("flowrl.")
+            if theirs and isinstance(result, Batch) and not isinstance(result, LossTerm):
+                result = self.ranks.from_first(result)  # it may have asked a server, or the time
         written = [thing for thing in call.node.writes() if isinstance(thing, State)]
-        if written and self.ranks.size > 1:
+        if written:
             values = self.ranks.from_first([state.value for state in written])
             context.current_bindings().states.update(zip(written, values, strict=True))
         return result
+
+    def _alone(self, where: str, work: Callable[[], Any]) -> Any:
+        bindings = context.current_bindings()
+        bindings.alone = where
+        try:
+            return work()
+        finally:
+            bindings.alone = ""
 
     def _drawn(self, node: Source) -> Batch:
         batch = self.draw(node.source_name, node.batch_size)

@@ -28,17 +28,20 @@ def environment() -> dict[str, str]:
     return out
 
 
-def layout(program: Program) -> dict[str, str]:
-    """What must stay as it is for a resumed run to be equal bit for bit (design, section 6)."""
+def layout(program: Program, num_ranks: int | None = None) -> dict[str, str]:
+    """What must stay as it is for a resumed run to be equal bit for bit (design, section 6).
+
+    Args:
+        num_ranks: on which it runs; by default those that it was planned for.
+    """
     import torch
 
+    num_ranks = num_ranks or program.plan.num_devices
     return {
         "device": program.plan.device,
         "threads": str(torch.get_num_threads()),
-        "ranks": str(program.plan.num_devices),
-        "strategies": "; ".join(f"{m.name}: {m.strategy}" for m in program.plan.models)
-        if program.plan.num_devices > 1
-        else "none",
+        "ranks": str(num_ranks),
+        "strategies": "; ".join(f"{m.name}: {m.strategy}" for m in program.plan.models) if num_ranks > 1 else "none",
         "micro_batch_tokens": str(program.plan.micro_batch_tokens),
         "torch": torch.__version__,
     }

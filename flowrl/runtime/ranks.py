@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import os
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,6 +43,8 @@ class Ranks:
         size: how many.
         deadline: seconds that a wait may take.
         group: the gloo group of all ranks; None for a single process.
+        agreement: another one, over which they say nothing but whether all is well: a rank that has failed must not be taken
+            for one that takes part in what the others are at.
         watch: ends this process when another rank is gone; None where nobody watches.
     """
 
@@ -49,6 +52,7 @@ class Ranks:
     size: int = 1
     deadline: float = DEADLINE
     group: Any = None
+    agreement: Any = None
     watch: Watch | None = field(default=None, compare=False)
 
     @property
@@ -67,13 +71,14 @@ class Ranks:
         size, rank = world_size(), world_rank()
         timeout = datetime.timedelta(seconds=deadline + _LATER)
         try:
+            _meet(rank, size, deadline)
             if not dist.is_initialized():
-                _meet(rank, size, deadline)
                 backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
                 if torch.cuda.is_available():
                     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
                 dist.init_process_group(backend, timeout=timeout)
-            group = dist.new_group(backend="gloo", timeout=timeout)
+            set_timeout(None, deadline)
+            group, agreement = (group_of([range(size)], deadline, use) for use in ("all", "agreement"))
         except RuntimeError as error:
             raise RankError(
                 f"Rank {rank} of {size} cannot join the others",
@@ -81,7 +86,7 @@ class Ranks:
                 received=_first_line(error),
                 do="look at the output of the other ranks",
             ) from error
-        return cls(rank, size, deadline, group)
+        return cls(rank, size, deadline, group, agreement)
 
     def leave(self) -> None:
         """Leave the group. Nobody waits for anybody any more."""
@@ -112,7 +117,7 @@ class Ranks:
             self._broadcast(_pickled_error(error))
             raise _told_by(error, 0, self.size) from None
         try:
-            data = pickle.dumps((True, result))
+            data = _pickled((True, result))
         except Exception as reason:  # pickling runs other people's code
             error = FlowError(
                 "What rank 0 made cannot travel to the other ranks",
@@ -142,7 +147,7 @@ class Ranks:
         try:
             result = work()
         except Exception as error:
-            if hasattr(error, "told_by") or isinstance(error, RankError):
+            if is_told(error) or isinstance(error, RankError):
                 raise  # all ranks have it already, or another one is gone
             if self.watch is not None and not is_lost(error):  # ranks that wait for this one inside the work must hear
                 self.watch.trouble(error)
@@ -163,10 +168,10 @@ class Ranks:
                 raise error
             return
         try:
-            failed = int(self.total(torch.tensor([error is not None], dtype=torch.int64)))
+            failed = int(self.total(torch.tensor([error is not None], dtype=torch.int64), self.agreement))
             if not failed:
                 return
-            texts = self.everyone(None if error is None else f"{type(error).__name__}: {error}")
+            texts = self.everyone(None if error is None else text_of(error), self.agreement)
         except RankError as gone:
             if error is None or is_lost(error):
                 raise
@@ -192,6 +197,27 @@ class Ranks:
     def from_first(self, value: T) -> T:
         """What rank 0 has."""
         return self.once(lambda: value)
+
+    def require_same(self, what: Mapping[str, Any]) -> None:
+        """Refuse to go on with ranks that are at different things. Every rank calls it.
+
+        Args:
+            what: by name, what must be equal.
+
+        Raises:
+            FlowError: names what is not.
+        """
+        first, *others = self.everyone(dict(what))
+        for rank, found in enumerate(others, 1):
+            for name in {**first, **found}:
+                if first.get(name) != found.get(name):
+                    error = FlowError(
+                        f"Rank {rank} would run something else than rank 0: {name} differs",
+                        expected=f"{first.get(name)!r}, as on rank 0",
+                        received=repr(found.get(name)),
+                        do="take it from an argument or a file, not from the time, the process or a random number",
+                    )
+                    raise _told_by(error, 0, self.size)
 
     def total(self, column: torch.Tensor, group: Any = None) -> torch.Tensor:
         """The sum of a CPU tensor over the ranks of a group, in place."""
@@ -234,8 +260,8 @@ class Ranks:
             raise self.lost(error) from error
 
     def lost(self, error: BaseException) -> RankError:
-        """What a failed conversation means: which rank is gone, and what it was at."""
-        who = self.watch.missing() if self.watch is not None else ""
+        """What a failed conversation means: why another rank has left it, or which one is gone, and what it was at."""
+        who = (self.watch.failure() or self.watch.missing()) if self.watch is not None else ""
         return RankError(
             who or f"Rank {self.rank} waits for another rank, which is gone or hangs",
             expected=f"all {self.size} ranks to the end of the run",
@@ -265,13 +291,47 @@ def _first_line(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\]\s*", "", line).split(". This is")[0][:200] or type(error).__name__
 
 
+def text_of(error: BaseException) -> str:
+    """An error's class and message, also where its own code cannot say it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as reason:  # it is somebody's code
+        return f"{type(error).__name__}, whose message cannot be made ({type(reason).__name__})"
+
+
 def _told_by(error: Exception, rank: int, size: int) -> Exception:
     """Remember which rank tells the user of an error that all of them have."""
     with contextlib.suppress(AttributeError, TypeError):  # an exception may refuse
-        if not hasattr(error, "told_by"):
-            error.told_by = rank  # type: ignore[attr-defined]
+        if not is_told(error):
+            error.told_by = (_runs[0], rank)  # type: ignore[attr-defined]
             error.add_note(f"on rank {rank} of {size}")
     return error
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether all ranks have this error, in this run: somebody's code may raise one object again and again."""
+    return getattr(error, "told_by", (None, 0))[0] == _runs[0]
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the numbers of a tensor as they are: torch writes all of the memory that a view is of, and takes its time."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
+        if not plain or obj.requires_grad or obj.numel() == 0 or obj.is_quantized:
+            return NotImplemented
+        numbers: Any = obj.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(numbers), obj.dtype, tuple(obj.shape))
+
+
+def _tensor(numbers: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(numbers, dtype=dtype).view(shape)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
 
 
 def _pickled_error(error: Exception) -> bytes:
@@ -281,14 +341,14 @@ def _pickled_error(error: Exception) -> bytes:
         pickle.loads(data)  # many exceptions can be pickled and not be made again
         return data
     except Exception:
-        return pickle.dumps((False, RankError(f"Rank 0 raised {type(error).__name__}: {error}")))
+        return pickle.dumps((False, RankError(f"Rank 0 raised {text_of(error)}")))
 
 
 def tells(error: BaseException) -> bool:
     """Whether this process is the one that tells the user of an error that ends the run."""
     if world_size() == 1:
         return True
-    rank = getattr(error, "told_by", None)
+    _, rank = getattr(error, "told_by", (None, None))
     return claim() if rank is None else rank == world_rank() and claim()
 
 
@@ -338,12 +398,12 @@ def claim() -> bool:
 
 
 def _meet(rank: int, size: int, deadline: float) -> None:
-    """Wait for all ranks.
+    """Wait for all ranks to come to this run.
 
     Raises:
         RuntimeError: names those that did not come.
     """
-    place = store()
+    place = run_store()
     place.set(f"joined/{rank}", "")
     try:
         place.wait([f"joined/{other}" for other in range(size)], datetime.timedelta(seconds=deadline))
@@ -352,14 +412,21 @@ def _meet(rank: int, size: int, deadline: float) -> None:
         raise RuntimeError(f"no sign of rank {', '.join(map(str, absent)) or 'any'}") from None
 
 
-def group_of(members: Sequence[Sequence[int]], deadline: float, purpose: str = "") -> Any:
+def set_timeout(group: Any, deadline: float) -> None:
+    """Let torch's own waits in a group (None: the group of all) be longer than the deadline of a run."""
+    # What torch.distributed makes by itself has timeouts of its own, 10 minutes with NCCL.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=deadline + _LATER), group)
+
+
+def group_of(members: Sequence[Sequence[int]], deadline: float, use: str = "") -> Any:
     """A gloo group a list of ranks; the one that this rank is in. Every rank calls it with the same lists.
 
-    A group holds threads for as long as the process lives, so one is made for each set of lists and purpose, whoever asks.
+    A group holds threads for as long as the process lives, so one is made for each set of lists and use, whoever asks.
     """
-    key = (id(dist.group.WORLD), tuple(map(tuple, members)), purpose)
+    key = (id(dist.group.WORLD), tuple(map(tuple, members)), use)
     if key not in _groups:
         _groups[key] = _new_groups(members, deadline)
+    set_timeout(_groups[key], deadline)
     return _groups[key]
 
 

@@ -97,7 +97,7 @@ def replay_step(folder: Path, step: int) -> Replay:
         for k, v in recorded.items()
         if v is not None and k not in ("step", "tokens_per_second") and not k.startswith(("time/", "eval/"))
     }
-    differences = changes(manifest.get("layout", {}), layout(local.program))
+    differences = changes(manifest.get("layout", {}), layout(local.program, num_ranks=1))
     return Replay(step, started_from, numbers, step_metrics(local.program, done), done, tuple(differences))
 
 

@@ -13,14 +13,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NoReturn
 
 from flowrl.errors import FlowError, RankError
+from flowrl.models import BaseModel, State
 from flowrl.runtime.local import LocalRuntime
 from flowrl.runtime.progress import Progress as Display
-from flowrl.runtime.ranks import DEADLINE, ONE_RANK, Ranks, next_run, tells, world_size
+from flowrl.runtime.ranks import DEADLINE, ONE_RANK, Ranks, is_told, next_run, tells, world_size
 from flowrl.runtime.signals import EndedAtOnce, Stop, stop_on_signals
 from flowrl.runtime.watch import Watch
 
@@ -29,7 +32,23 @@ class SpmdRuntime(LocalRuntime):
     """Runs a Program on all ranks that torchrun started; arguments as for LocalRuntime.
 
     SIGTERM or Ctrl-C on any rank ends the run on all of them after the same step, with a checkpoint.
+
+    Raises:
+        FlowError: the ranks were asked for different things.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        programs = {"": self.program} | {f"evaluation {e.name}: ": e.program for e in self.evaluations}
+        asked: dict[str, Any] = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}
+        asked |= {f"evaluation {e.name}: every": e.every for e in self.evaluations}
+        for which, program in programs.items():
+            asked |= {f"{which}flow": program.plan.structure, f"{which}strategies": program.strategies()}
+            asked[f"{which}micro_batch_tokens"] = program.plan.micro_batch_tokens
+            for call in program.calls:
+                asked |= {f"{which}{call.label}.{k}": plain(v) for k, v in call.node.settings().items()}
+        shown = ("progress", "title")  # what rank 0 shows
+        self.ranks.require_same({name: value for name, value in asked.items() if name not in shown})
 
     @contextlib.contextmanager
     def stop_on_signals(self, display: Display) -> Iterator[Stop]:
@@ -55,6 +74,21 @@ class SpmdRuntime(LocalRuntime):
             )
 
 
+def plain(value: Any) -> Any:
+    """The numbers of a setting, with what holds them; the rest may well differ between processes that do the same."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, BaseModel | State):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    return None
+
+
 @contextlib.contextmanager
 def joined(deadline: float | None = None) -> Iterator[Ranks]:
     """The ranks that torchrun started, watched over for the time of one run; a single rank where it did not.
@@ -73,16 +107,37 @@ def joined(deadline: float | None = None) -> Iterator[Ranks]:
     deadline = deadline or deadline_of_environment()
     ranks = Ranks.join(deadline)
     watch = Watch(ranks.rank, ranks.size, deadline)
-    _tell_once()
-    with _quiet_logs() if not ranks.is_first else contextlib.nullcontext():
+    tell_once()
+    with _quiet() if not ranks.is_first else contextlib.nullcontext(), _ended_by_signals(watch):
         try:
             yield replace(ranks, watch=watch)
         except BaseException as error:
-            if not hasattr(error, "told_by"):
+            if not is_told(error):
                 watch.trouble(error)  # the others may wait for this rank, which comes no more
             raise
         finally:
-            watch.close()
+            watch.leave()
+
+
+@contextlib.contextmanager
+def _ended_by_signals(watch: Watch) -> Iterator[None]:
+    """Before the first step and after the last one, a signal ends this process at once, as it does a run of one. But where
+    torchrun sends it because another rank is gone, that is said."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        watch.asked_to_stop = True
+        watch.end_if_lost()
+        raise EndedAtOnce(number)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def deadline_of_environment() -> float:
@@ -102,15 +157,19 @@ def deadline_of_environment() -> float:
 
 
 @contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Rank 0 says what all ranks would say."""
-    logger = logging.getLogger("flowrl")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    loggers = [logging.getLogger(name) for name in ("flowrl", "torch", "transformers")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
 
 
 def end_now(status: int = 1) -> NoReturn:
@@ -124,8 +183,8 @@ def end_now(status: int = 1) -> NoReturn:
 _hooked: list[Any] = []
 
 
-def _tell_once() -> None:
-    """An error that ends a script on all ranks is printed by one."""
+def tell_once() -> None:
+    """From now on an error that ends a script on all ranks is printed by one."""
     if _hooked:
         return
     previous = sys.excepthook

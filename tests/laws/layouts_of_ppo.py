@@ -127,7 +127,7 @@ def recorded(step: int) -> Any:
     return recorded_rollouts(num_prompts=6, group_size=3, seed=100 + step, observations=True)
 
 
-def run(layout: str, ranks: Any, size: str = "tiny") -> Outcome:
+def run(layout: str, ranks: Any, size: str = "tiny", steps: int = STEPS) -> Outcome:
     """The flow under one layout, step by step; "one" is one rank's own."""
     from flowrl.context import Bindings, use_bindings
     from flowrl.runtime.worker import open_engine
@@ -148,7 +148,7 @@ def run(layout: str, ranks: Any, size: str = "tiny") -> Outcome:
             weights = dict(engines["judge"].weights())
             head = torch.randn(weights["score.weight"].shape, generator=torch.Generator().manual_seed(0))
             engines["judge"].load_weights(weights | {"score.weight": 0.01 * head}, policy_version=0)
-        for step in range(STEPS if tiny else 2):
+        for step in range(steps):
             a, c, kept = flow.step(recorded(step), seed=3, iteration=step)
             assert a.num_skipped_steps == c.num_skipped_steps == 0
             outcome.actor.append(dict(a.metrics))
@@ -160,14 +160,22 @@ def run(layout: str, ranks: Any, size: str = "tiny") -> Outcome:
     return outcome
 
 
-def main(folder: str, size: str, layouts: list[str]) -> None:
-    """On one rank. ``size`` is "tiny", or "smollm2" for two steps of that model."""
+def main(folder: str, size: str, layouts: list[str], steps: int = STEPS) -> None:
+    """On one rank. ``size`` is "tiny" or "smollm2"."""
     from flowrl.runtime.ranks import Ranks
 
     ranks = Ranks.join(deadline=300)
     for layout in layouts:
         began = time.perf_counter()
-        outcome = run(layout, ranks, size)
+        outcome = run(layout, ranks, size, steps)
         print(ranks.rank, layout, f"{time.perf_counter() - began:.1f} s", flush=True)
         torch.save(vars(outcome), Path(folder) / f"{layout}.{ranks.rank}.pt")
-    ranks.leave()
+
+
+#: What the default tests look at, and after how many steps: both in the launch that they share.
+FEW_LAYOUTS, FEW_STEPS = ("mixed", "tp2"), 2
+
+
+def on_two_ranks(folder: str) -> None:
+    """On one rank."""
+    main(folder, "tiny", list(FEW_LAYOUTS), FEW_STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -35,25 +36,25 @@ from flowrl import (
     source,
 )
 from flowrl.compiler.strategy import Strategy
-from flowrl.errors import RankError, RunFolderError
+from flowrl.errors import FlowError, RankError, RunFolderError
 from flowrl.nodes.kl_control import AdaptiveKL
 from flowrl.runtime.ranks import tells, world_rank
 from tests.flows import SAMPLING, prompts
+from tests.runtime import spmd_nodes
 from tests.tiny import tiny_actor
 
 MICRO_BATCH_TOKENS = 40
-#: Differences in the order of sums stay small.
-SLOW = AdamW(learning_rate=1e-3)
 
 
 @dataclass
 class Trouble:
-    """What happens in the reward function or a node without a Model (on rank 0), or in a node that holds the actor (on every
-    rank).
+    """What happens at a chosen place of a run.
 
     Args:
-        kind: "raise", "hang", "kill", "terminate", or "orphan": torchrun is killed.
-        place: "reward", "host" or "actor".
+        kind: "raise", "hang", "kill", "stop" (no line of Python runs any more), "terminate", or to torchrun: "orphan" (it is
+            killed), "end" (SIGTERM), "interrupt" and "interrupt twice" (Ctrl-C).
+        place: "load" (of a Model), "reward", "host" (a node without a Model, on rank 0), "actor" (a node that holds the actor,
+            on every rank), "engine" (in the middle of a forward pass).
         rank: which rank it happens on.
         step: from 1.
     """
@@ -68,14 +69,37 @@ class Trouble:
         if (place, world_rank(), step) != (self.place, self.rank, self.step):
             return
         self.step = 0  # once
+        mine, torchruns = os.getpid(), os.getppid()
+        sent = {
+            "kill": [(mine, signal.SIGKILL)],
+            "stop": [(mine, signal.SIGSTOP)],
+            "terminate": [(mine, signal.SIGTERM)],
+            "orphan": [(torchruns, signal.SIGKILL)],
+            "end": [(torchruns, signal.SIGTERM)],
+            "interrupt": [(torchruns, signal.SIGINT)],
+            "interrupt twice": [(torchruns, signal.SIGINT)] * 2,
+        }
         if self.kind == "raise":
             raise ValueError("nothing to see")
         if self.kind == "hang":
             time.sleep(10_000)
-        if self.kind == "orphan":
-            os.kill(os.getppid(), signal.SIGKILL)
-        if self.kind in ("kill", "terminate"):
-            os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGTERM)
+        for number, (process, which) in enumerate(sent[self.kind]):
+            time.sleep(number)
+            os.kill(process, which)
+        time.sleep(0.5)  # a signal arrives when it does
+
+
+def reach_engines() -> None:
+    """Let trouble find its way into the loading of Models, and into their forward passes."""
+    from flowrl.runtime import local, worker
+
+    def open_engine(model: Any, bindings: Any) -> Any:
+        TROUBLE.here("load")
+        engine: Any = worker.open_engine(model, bindings)
+        engine.network.module.register_forward_pre_hook(lambda *_: TROUBLE.here("engine"))
+        return engine
+
+    local.open_engine = open_engine
 
 
 TROUBLE = Trouble()
@@ -111,10 +135,11 @@ def scored_by(rollouts: Rollouts, model: flowrl.Model | None = None) -> Rollouts
     return rollouts
 
 
-def ppo(log: Path | None = None) -> tuple[RLFlow, flowrl.Model, ValueModel]:
+def ppo(log: Path | None = None, learning_rate: float = 1e-3) -> tuple[RLFlow, flowrl.Model, ValueModel]:
     """Actor, critic, reference, adaptive KL in the reward, a filter, two epochs of two minibatches."""
     actor = tiny_actor()
     critic = ValueModel.from_policy(actor)
+    slow = AdamW(learning_rate=learning_rate)  # differences in the order of sums stay small
     coefficient = State("kl_coef", 0.05)
     sampled = Rollout(actor, group_size=2, sampling=SAMPLING)(source(Prompts, name="prompts", batch_size=3))
     scores = FunctionReward(Calls(log), isolate=False, label="reward")(sampled)
@@ -126,21 +151,27 @@ def ppo(log: Path | None = None) -> tuple[RLFlow, flowrl.Model, ValueModel]:
     rewards = KLPenalty(coefficient)(rollouts, scores, old, ref)
     advantages = GAE(gamma=1.0, lam=0.95)(rollouts, rewards, values, old, ref)
     flow = RLFlow.from_outputs(
-        Updater(actor, epochs=2, num_minibatches=2, optimizer=SLOW)(
+        Updater(actor, epochs=2, num_minibatches=2, optimizer=slow)(
             PPOLoss(kl_coef=coefficient)(rollouts, advantages, old, ref)
         ),
-        ValueUpdater(critic, optimizer=SLOW)(rollouts, values, advantages),
+        ValueUpdater(critic, optimizer=slow)(rollouts, values, advantages),
         AdaptiveKL(coefficient, target=0.1, horizon=100)(rollouts, old, ref),
     )
     return flow, actor, critic
 
 
 def train(
-    out: str | Path | None, *, runtime: str = "spmd", num_steps: int = 3, log: Path | None = None, **options: Any
+    out: str | Path | None,
+    *,
+    runtime: str = "spmd",
+    num_steps: int = 3,
+    log: Path | None = None,
+    learning_rate: float = 1e-3,
+    **options: Any,
 ) -> flowrl.RunResult:
     """Train quietly, with an evaluation before and after."""
     torch.set_num_threads(1)
-    flow, actor, _ = ppo(log)
+    flow, actor, _ = ppo(log, learning_rate)
     held_out = RLFlow.from_outputs(
         FunctionReward(Calls(), isolate=False)(
             Rollout(actor, group_size=2, sampling=SAMPLING)(source(Prompts, name="held_out", batch_size=2))
@@ -162,6 +193,7 @@ def train(
 def with_trouble(out: str, trouble: dict[str, Any], options: dict[str, Any]) -> None:
     """One run, with the trouble that is asked for; an error is the process's own."""
     TROUBLE.__dict__.update(trouble)
+    reach_engines()
     strategy = Strategy(**options.pop("strategy", {}))
     train(out, strategy=strategy, **options)
 
@@ -188,8 +220,22 @@ def everything(folder: str) -> None:
     again = train(place / "none", resume=True, num_steps=4, strategies={"tiny": Strategy(tensor_parallel=2)})
     assert (again.status, again.steps) == ("finished", 4)
 
+    own_nodes(place)
     shuts_down(place)
     raises(place)
+
+
+def own_nodes(place: Path) -> None:
+    """What every rank has seen of nodes that are not flowrl's, and what they may not do."""
+    seen = spmd_nodes.train(place / "nodes")
+    (place / f"seen.{world_rank()}.json").write_text(json.dumps(seen))
+    error = error_of(lambda: spmd_nodes.train(place / "sneaks", sneaks=True))
+    assert isinstance(error, FlowError) and "call 'sneaky#0' (sneaky), step 1 uses Model('tiny')" in str(error)
+    error = error_of(lambda: spmd_nodes.train(place / "seeds", seed=world_rank()))
+    assert str(error).startswith("Rank 1 would run something else than rank 0: seed differs. Expected 0, as on rank 0.")
+    error = error_of(lambda: train(place / "rates", learning_rate=1e-3 * (1 + world_rank())))
+    assert "Updater#0.optimizer differs" in str(error)
+    assert not (place / "seeds").exists() and not (place / "rates").exists()
 
 
 def shuts_down(place: Path) -> None:

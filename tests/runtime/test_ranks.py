@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from flowrl.errors import FlowError, RankError
-from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, tells, world_rank
-from tests.ranks import launch
+from flowrl.runtime.ranks import ONE_RANK, Ranks, _pickled, is_lost, tells, world_rank
+from tests.ranks import launch, shared
 
 
 class Unpicklable:
@@ -25,7 +30,7 @@ class OfTwo(Exception):
         super().__init__(f"{a} and {b}")
 
 
-def conversation() -> None:
+def conversation(folder: str) -> None:
     """Of two ranks: what each sends, and what all get."""
     from flowrl.runtime.spmd import joined
 
@@ -80,11 +85,39 @@ def conversation() -> None:
     assert str(error) == "both" and tells(error) == (world_rank() == 0), "the first rank tells what all of them raise"
     with joined(60) as ranks:
         assert ranks.everyone(other) == [1, 0], "errors that all ranks have end nothing but their run"
+        error = ValueError("again and again")
+    for _ in range(2):  # one object, in one run after the other
+        assert error_of(fail(1, error), once=False) is error or world_rank() == 0
+
+    class Speechless(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no words")
+
+    error = error_of(fail(1, Speechless()), once=False)
+    assert world_rank() == 1 or "Speechless, whose message cannot be made (KeyError)" in str(error)
+
+    view = torch.arange(1_000_000)[10:20]
+    with joined(60) as ranks:
+        assert len(_pickled(view)) < 1000 and torch.equal(ranks.once(lambda: view), view)
+        for tensor in (
+            torch.ones(2, 3).bfloat16().t(),
+            torch.tensor(3),
+            torch.zeros(0, 4),
+            torch.tensor([True, False]),
+        ):
+            got = ranks.once(lambda t=tensor: (t, t))  # type: ignore[misc]
+            assert torch.equal(got[0], tensor) and got[0].dtype == tensor.dtype and got[0] is got[1]
+        differing = {"seed": ranks.rank, "steps": 3}
+        with pytest.raises(FlowError, match="Rank 1 would run something else than rank 0: seed differs"):
+            ranks.require_same(differing)
+        ranks.require_same({"steps": 3})
+    (Path(folder) / f"done.{world_rank()}").write_text("all of it")
 
 
-def test_two_ranks() -> None:
-    launched = launch(conversation, num_ranks=2).succeeded()
-    assert launched.errors == []
+@pytest.mark.timeout(900)
+def test_two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = shared("conversation", request, tmp_path_factory)
+    assert [(folder / f"done.{rank}").read_text() for rank in range(2)] == ["all of it"] * 2
 
 
 def test_one_rank_talks_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +144,66 @@ def test_errors_of_lost_ranks_are_known_by_what_gloo_says() -> None:
 def test_a_rank_error_travels() -> None:
     error = RankError("Rank 1 is gone", received="nothing")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+# -- trouble, without an engine: a launch each, and that of seconds -------------------------------------------------------------
+
+
+def with_trouble(kind: str, rank: int, seconds: float) -> None:
+    """On two ranks: trouble on one of them, while the other waits for it, or is busy with something of its own."""
+    from flowrl.runtime.spmd import joined
+
+    def work() -> None:
+        if world_rank() != rank:
+            time.sleep(10_000 if kind.startswith("busy") else 0)
+        elif kind == "hang":
+            time.sleep(10_000)
+        elif kind == "exit":
+            sys.exit(0)
+        else:
+            os.kill(os.getpid(), {"stop": signal.SIGSTOP, "term": signal.SIGTERM}.get(kind, signal.SIGKILL))
+            time.sleep(10)
+
+    with joined(seconds) as ranks:
+        ranks.enter("call 'a', step 1")
+        ranks.together(work)
+
+
+def error_with(kind: str, rank: int, seconds: float = 60.0) -> str:
+    launched = launch(with_trouble, kind, rank, seconds, num_ranks=2).ended()
+    assert launched.status != 0 and len(launched.errors) <= 1, launched.output
+    return launched.errors[0] if launched.errors else launched.output
+
+
+def test_a_rank_that_hangs_is_named_with_its_line() -> None:
+    message = error_with("hang", 1, 3.0)
+    assert message.startswith(
+        "error: Rank 1 has not come back within 3 s: it was in call 'a', step 1.\n  rank 0 is at "
+    )
+    assert "test_ranks.py:" in message.splitlines()[-1] and message.endswith(" in work")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["kill", "busy kill"])
+def test_a_rank_that_is_killed_is_named(kind: str, rank: int) -> None:
+    """Also while the other is busy with code that does not wait for it."""
+    assert error_with(kind, rank).startswith(f"error: Rank {rank} is gone: it was in call 'a', step 1.")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named() -> None:
+    """No line of Python runs in it any more; torchrun ends it at last."""
+    message = error_with("stop", 1, 5.0)
+    assert message.startswith(
+        "error: Rank 1 has not come back within 5 s: it was in call 'a', step 1.\n  rank 0 is at "
+    )
+    assert message.endswith("\n  rank 1 gives no sign of life: its process is stopped or gone")
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_in_the_middle_ends_the_others() -> None:
+    assert error_with("exit", 1).startswith("error: Rank 1 was ended in call 'a', step 1.")
+    assert error_with("term", 1).count("signals.EndedAtOnce") == 1, (
+        "which this script does not catch, on the one that was asked"
+    )

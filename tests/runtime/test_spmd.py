@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from flowrl.errors import FlowError
+from flowrl.runtime.replay import replay_step
 from flowrl.runtime.spmd import deadline_of_environment
-from tests.ranks import Launched, launch, torchrun
+from tests.ranks import Launched, launch, shared, torchrun
 from tests.runs import checkpoints, rows, saved_weights
-from tests.runtime.spmd_scenarios import everything, train, with_trouble
+from tests.runtime import spmd_nodes
+from tests.runtime.spmd_scenarios import train, with_trouble
 
 FULL = {"sharding": "full"}
 
@@ -40,14 +42,11 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spmd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("spmd")
-    launched = launch(everything, str(folder), num_ranks=2, timeout=600).succeeded()
-    assert launched.errors == [], launched.output
-    return folder
+def spmd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared("spmd", request, tmp_path_factory)
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(900)
 def test_two_ranks_do_what_one_does(local: Path, spmd: Path) -> None:
     """Law 2: equal rewards and draws, losses and weights as near as the order of sums lets them be."""
     one, two = rows(local / "run"), rows(spmd / "none")[: 1 + 3]
@@ -99,6 +98,28 @@ def test_errors_end_up_in_the_manifest(spmd: Path) -> None:
     for name, error in (("host", "ValueError: nothing to see"), ("actor", "Rank 1 raised ValueError: nothing to see")):
         run = json.loads((spmd / name / "run.json").read_text())
         assert run["status"] == "failed" and error in run["error"]
+
+
+def test_nodes_of_ones_own_see_the_same_on_every_rank(spmd: Path, tmp_path: Path) -> None:
+    """One row or none on two ranks, a Snapshot, an Ema, a value head, a State, and a node that finds another thing on each."""
+    mine = spmd_nodes.train(tmp_path / "run", runtime="local")
+    first, second = (json.loads((spmd / f"seen.{rank}.json").read_text()) for rank in range(2))
+    for name in ("rewards", "count"):
+        assert first[name] == second[name] == mine[name]
+    assert [len(step) for step in first["rewards"]] == [1, 0, 1, 1]
+    for rank, seen in enumerate((first, second)):
+        assert seen["opened"] == seen["closed"] == [rank], "what setup opened, once on each rank, is closed there"
+    one, two = rows(tmp_path / "run"), rows(spmd / "nodes")
+    assert len(one) == len(two) == 4 and all(a.keys() == b.keys() for a, b in zip(one, two, strict=True))
+    assert [k for a, b in zip(one, two, strict=True) for k in a if not close(a[k], b[k])] == []
+    assert two[1]["empty_updates"] == 1
+
+
+def test_a_step_of_ranks_is_replayed_alone(spmd: Path) -> None:
+    replayed = replay_step(spmd / "none", 2)
+    assert replayed.recorded.keys() == replayed.replayed.keys()
+    assert [k for k, v in replayed.recorded.items() if not close(v, replayed.replayed[k])] == []
+    assert "ranks from 2 to 1" in replayed.differences
 
 
 def test_the_deadline_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +175,47 @@ def test_a_rank_that_raises_while_the_other_is_in_a_conversation_ends_the_run(tm
     message = only_error(trouble(tmp_path / "run", kind="raise", place="actor", rank=1, step=2))
     assert message.startswith("error: Rank 1 raised in call 'scored' (scored_by), step 2. ValueError: nothing to see\n")
     assert "spmd_scenarios.py" in message, "with the lines that raised it"
+
+
+GONE, LATE = "Rank {} is gone: it was in ", "Rank {} has not come back within 40 s: it was in "
+SAMPLING, LOADING = "call 'Rollout#0' (Rollout), step 2.", "loading Model 'tiny'."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("kind", "place", "rank", "said"),
+    [
+        ("kill", "engine", 0, GONE + SAMPLING),
+        ("kill", "engine", 1, GONE + SAMPLING),
+        ("kill", "load", 0, GONE + LOADING),
+        ("kill", "load", 1, GONE + LOADING),
+        ("stop", "engine", 1, LATE + SAMPLING),
+        ("hang", "engine", 1, LATE + SAMPLING),
+        ("raise", "load", 1, "Rank {} raised in " + LOADING + " ValueError: nothing to see\n"),
+    ],
+)
+def test_trouble_in_an_engine(kind: str, place: str, rank: int, said: str, tmp_path: Path) -> None:
+    """In the middle of a forward pass, or while a Model is loaded; a run that could not begin leaves nothing behind."""
+    step = 1 if place == "load" else 2
+    message = only_error(trouble(tmp_path / "run", {"deadline": 40}, kind=kind, place=place, rank=rank, step=step))
+    assert message.startswith("error: " + said.format(rank))
+    if place == "load":
+        assert rank == 0 or not (tmp_path / "run").exists()
+    else:
+        assert checkpoints(tmp_path / "run") == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("kind", "place", "last"), [("end", "actor", 2), ("interrupt", "engine", 2), ("interrupt twice", "reward", 1)]
+)
+def test_a_signal_to_torchrun_ends_all_ranks_after_a_step(kind: str, place: str, last: int, tmp_path: Path) -> None:
+    """And a second Ctrl-C at once."""
+    launched = trouble(tmp_path / "run", {"num_steps": 5}, kind=kind, place=place, rank=0, step=2)
+    assert launched.errors == [] and checkpoints(tmp_path / "run")[-1] == last
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
 
 
 @pytest.mark.slow

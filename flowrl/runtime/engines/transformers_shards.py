@@ -23,7 +23,7 @@ from flowrl.errors import ModelError
 from flowrl.runtime.engines.base import EngineOptions
 from flowrl.runtime.engines.transformers_attention import current_pack, packed
 from flowrl.runtime.engines.transformers_network import Network
-from flowrl.runtime.ranks import Ranks, group_of
+from flowrl.runtime.ranks import Ranks, group_of, set_timeout
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -126,7 +126,7 @@ class ParallelShards(Shards):
         dp = ranks.size // tp
         shard = strategy.shard_size or dp
         device = next(module.parameters()).device.type
-        self.mesh = _mesh(device, (dp // shard, shard, tp))
+        self.mesh = _mesh(device, (dp // shard, shard, tp), ranks.deadline)
         self.dp_size, self.dp_rank = dp, ranks.rank // tp
         self.dp_group = group_of([[d * tp + t for d in range(dp)] for t in range(tp)], ranks.deadline)
         self.in_step = strategy.sharding != "none"
@@ -326,13 +326,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _mesh(device: str, shape: tuple[int, int, int]) -> Any:
+def _mesh(device: str, shape: tuple[int, int, int], deadline: float) -> Any:
     """The mesh of this shape; one for all Models, since each holds groups of its own."""
     from torch.distributed.device_mesh import init_device_mesh
 
     key = (id(dist.group.WORLD), device, shape)
     if key not in _meshes:
         _meshes[key] = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    for group in _meshes[key].get_all_groups():
+        set_timeout(group, deadline)
     return _meshes[key]
 
 

@@ -108,7 +108,6 @@ def main(scratch: str) -> None:
                 found.setdefault(layout, {})[check.name] = None if error is None else f"{type(error).__name__}: {error}"
     if ranks.is_first:
         (folder / "outcomes.json").write_text(json.dumps(found))
-    ranks.leave()
 
 
 # -- the suite itself ---------------------------------------------------------------------------------------------------

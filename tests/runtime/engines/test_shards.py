@@ -1,7 +1,7 @@
 """How a network lies over ranks: each slice where it belongs, as much memory as the formula says, the same gradients.
 
-All layouts are tried on four ranks in one launch (:func:`main`). Sizes of the tiny model are such that
-dimensions are not divisible by ranks, also within the halves that tensor parallelism makes.
+All layouts are tried on four ranks in one launch (:func:`main`), a few on two in the one that the default tests share. Sizes
+of the tiny model are such that dimensions are not divisible by ranks, also within the halves that tensor parallelism makes.
 
 Bytes of a rank, with P those of all parameters (float32), n data-parallel ranks, s ranks of a shard group, t of tensor
 parallelism, P_t the bytes of what tensor parallelism splits:
@@ -19,7 +19,9 @@ with tp     P becomes P_t / t + (P − P_t) in all of these
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,12 @@ from flowrl.nodes.updater import AdamW
 from flowrl.ragged import Ragged
 from flowrl.runtime.ranks import Ranks
 from flowrl.runtime.worker import open_engine
-from tests.ranks import launch
+from tests.ranks import launch, shared
 from tests.runtime.engines.engines import Reinforce, relative_distance, term_rows
 from tests.tiny import recorded_rollouts, tiny_folder
 
-RANKS = 4
+#: What is tried on two ranks, as well.
+FEW_LAYOUTS = ("full", "tp2")
 LAYOUTS = {
     "full": Strategy(),
     "optimizer": Strategy(sharding="optimizer"),
@@ -54,6 +57,9 @@ LAYOUTS = {
     "activation offload": Strategy(activation_checkpointing="offload"),
     "cpu offload": Strategy(cpu_offload=True),
 }
+#: Ranks and layout of each test.
+PLACES = [(2, name) for name in FEW_LAYOUTS]
+PLACES += [pytest.param(4, name, marks=pytest.mark.slow) for name in LAYOUTS]  # type: ignore[misc]
 MEASURED = ("full", "optimizer", "none", "hybrid", "tp2", "tp2 none")
 UNEVEN: dict[str, Any] = dict(vocab=267, hidden=40, intermediate_size=82)
 EVEN: dict[str, Any] = dict(vocab=512, hidden=64, layers=4, tied=False)
@@ -164,7 +170,7 @@ def measured(engine: Any) -> dict[str, int]:
     return found
 
 
-def formula(layout: str, module: Any) -> dict[str, float]:
+def formula(layout: str, module: Any, num_ranks: int) -> dict[str, float]:
     """What the table above says."""
     strategy = LAYOUTS[layout]
     sizes = {name: 4 * p.numel() for name, p in module.named_parameters()}
@@ -172,7 +178,7 @@ def formula(layout: str, module: Any) -> dict[str, float]:
     tp = strategy.tensor_parallel
     total = split / tp + (sum(sizes.values()) - split)
     outside = sum(size for name, size in sizes.items() if ".layers." not in name)
-    shards = {"none": 1, "hybrid": strategy.shard_size}.get(strategy.sharding, RANKS // tp)
+    shards = {"none": 1, "hybrid": strategy.shard_size}.get(strategy.sharding, num_ranks // tp)
     assert shards is not None
     part = total / shards
     return {
@@ -187,14 +193,14 @@ def formula(layout: str, module: Any) -> dict[str, float]:
 
 
 def slices_by_hand() -> list[str]:
-    """Where this rank's slices of DTensors of all kinds are not what cutting by hand gives: nowhere, it is hoped."""
+    """On four ranks: where slices of DTensors of all kinds are not what cutting by hand gives: nowhere, it is hoped."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     from flowrl.runtime.engines.transformers_shards import ParallelShards, local_part
 
-    line = init_device_mesh("cpu", (RANKS,))
+    line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
     def cut(whole: Tensor, *cuts: tuple[int, int, int]) -> Tensor:
@@ -212,8 +218,8 @@ def slices_by_hand() -> list[str]:
         whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
         last = len(shape) - 1
         kinds: list[tuple[str, Any, list[Any], Tensor]] = [
-            ("a line", line, [Shard(0)], cut(whole, (0, RANKS, r))),
-            ("a line, last dim", line, [Shard(last)], cut(whole, (last, RANKS, r))),
+            ("a line", line, [Shard(0)], cut(whole, (0, 4, r))),
+            ("a line, last dim", line, [Shard(last)], cut(whole, (last, 4, r))),
             ("copies", line, [Replicate()], whole),
             ("copies of shards", square, [Replicate(), Shard(0)], cut(whole, (0, 2, t))),
             ("shards of copies", square, [Shard(0), Replicate()], cut(whole, (0, 2, d))),
@@ -246,12 +252,20 @@ def slices_by_hand() -> list[str]:
 # -- one launch for all of it -------------------------------------------------------------------------------------------
 
 
-def main(place: str) -> None:
+def on_two_ranks(place: str) -> None:
+    """On one rank of the launch that the default tests share."""
+    main(place, list(FEW_LAYOUTS))
+
+
+def main(place: str, layouts: list[str]) -> None:
     """On one rank: write what it has under each layout."""
     folder = Path(place)
     ranks = Ranks.join(deadline=300)
-    torch.save(slices_by_hand(), folder / f"slices.{ranks.rank}.pt")
-    for layout, strategy in LAYOUTS.items():
+    ranks.once(lambda: (tiny_folder(folder / "uneven", **UNEVEN), tiny_folder(folder / "even", **EVEN)))
+    if ranks.size == 4:
+        torch.save(slices_by_hand(), folder / f"slices.{ranks.rank}.pt")
+    for layout in layouts:
+        strategy = LAYOUTS[layout]
         print(ranks.rank, layout, flush=True)
         found: dict[str, Any] = {}
         engine = opened(folder / "uneven", strategy, ranks)
@@ -274,29 +288,37 @@ def main(place: str) -> None:
             found["bytes"] = measured(engine)
             engine.close()
         torch.save(found, folder / f"{layout}.{ranks.rank}.pt")
-    ranks.leave()
 
 
 Found = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    tiny_folder(folder / "uneven", **UNEVEN)
-    tiny_folder(folder / "even", **EVEN)
-    launch(main, str(folder), num_ranks=RANKS, timeout=560).succeeded()
-    return folder
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """By number of ranks, what they wrote."""
+
+    @functools.cache
+    def of(num_ranks: int) -> Path:
+        if num_ranks == 2:
+            return shared("shards", request, tmp_path_factory)
+        folder = tmp_path_factory.mktemp("shards")
+        launch(main, str(folder), list(LAYOUTS), num_ranks=num_ranks, timeout=560).succeeded()
+        return folder
+
+    return of
 
 
 def found(folder: Path, layout: str) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"{layout}.{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    """What each rank has."""
+    places = sorted(folder.glob(f"{layout}.*.pt"))
+    assert len(places) in (2, 4)
+    return [torch.load(place, weights_only=False) for place in places]
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Any]:
+def expected(plain_folder: Path) -> dict[str, Any]:
     """What one rank has."""
-    engine = opened(folder / "uneven")
+    engine = opened(plain_folder)
     return {
         "weights": dict(engine.weights()),
         "gradients": whole_gradients(engine),
@@ -305,20 +327,24 @@ def expected(folder: Path) -> dict[str, Any]:
     }
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
-def test_slices_lie_where_they_belong(folder: Path) -> None:
-    for rank in range(RANKS):
-        assert torch.load(folder / f"slices.{rank}.pt") == [], f"rank {rank}"
+@pytest.mark.slow
+def test_slices_lie_where_they_belong(folders: Callable[[int], Path]) -> None:
+    for rank in range(4):
+        assert torch.load(folders(4) / f"slices.{rank}.pt") == [], f"rank {rank}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_there_and_back_is_the_identity(layout: str, folder: Path, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("ranks", "layout"), PLACES)
+def test_there_and_back_is_the_identity(
+    ranks: int, layout: str, folders: Callable[[int], Path], expected: dict[str, Any]
+) -> None:
     """HuggingFace → ranks → HuggingFace, bit for bit: by weights(), by load_weights(), and by an export."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
+    folder = folders(ranks)
     exported = load_file(folder / f"export {layout}" / "model.safetensors")
     module = AutoModelForCausalLM.from_pretrained(folder / f"export {layout}")
     plain = AutoModelForCausalLM.from_pretrained(folder / "uneven").state_dict()
@@ -332,17 +358,21 @@ def test_there_and_back_is_the_identity(layout: str, folder: Path, expected: dic
     assert torch.equal(module.lm_head.weight, module.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_one_rank(layout: str, folder: Path, expected: dict[str, Any]) -> None:
-    for has in found(folder, layout):
+@pytest.mark.parametrize(("ranks", "layout"), PLACES)
+def test_gradients_are_those_of_one_rank(
+    ranks: int, layout: str, folders: Callable[[int], Path], expected: dict[str, Any]
+) -> None:
+    for has in found(folders(ranks), layout):
         assert has["gradients"].keys() == expected["gradients"].keys()
         flat = [torch.cat([g[n].flatten() for n in sorted(g)]) for g in (has["gradients"], expected["gradients"])]
         assert relative_distance(*flat) <= 1e-5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fewer_rows_than_ranks(layout: str, folder: Path, expected: dict[str, Any]) -> None:
-    for has in found(folder, layout):
+@pytest.mark.parametrize(("ranks", "layout"), PLACES)
+def test_fewer_rows_than_ranks(
+    ranks: int, layout: str, folders: Callable[[int], Path], expected: dict[str, Any]
+) -> None:
+    for has in found(folders(ranks), layout):
         for count, mine, other in zip(FEW, has["few"], expected["few"], strict=True):
             assert len(mine[1]) == count and mine[1] == other[1]
             torch.testing.assert_close(mine[0], other[0], rtol=1e-5, atol=1e-5)
@@ -350,28 +380,32 @@ def test_fewer_rows_than_ranks(layout: str, folder: Path, expected: dict[str, An
             assert mine[3] == pytest.approx(other[3], rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_rows_are_to_blame(layout: str, folder: Path, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("ranks", "layout"), PLACES)
+def test_the_same_rows_are_to_blame(
+    ranks: int, layout: str, folders: Callable[[int], Path], expected: dict[str, Any]
+) -> None:
     """Row 4 is (1, 1), row 8 is (2, 2), and so on; row 7 has the gradient that is too large."""
     assert expected["nonfinite"] == (((1, 1), (2, 2), (4, 1)), ((2, 1),))
-    for has in found(folder, layout):
+    for has in found(folders(ranks), layout):
         assert has["nonfinite"] == expected["nonfinite"]
 
 
-@pytest.mark.parametrize("layout", MEASURED)
-def test_memory_is_what_the_formula_says(layout: str, folder: Path) -> None:
+@pytest.mark.parametrize(("ranks", "layout"), [p for p in PLACES if getattr(p, "values", p)[1] in MEASURED])
+def test_memory_is_what_the_formula_says(ranks: int, layout: str, folders: Callable[[int], Path]) -> None:
     from transformers import AutoModelForCausalLM
 
+    folder = folders(ranks)
     module = AutoModelForCausalLM.from_pretrained(folder / "even")
-    said = formula(layout, module)
+    said = formula(layout, module, ranks)
     for rank, has in enumerate(found(folder, layout)):
         for what, size in said.items():
             assert has["bytes"][what] == pytest.approx(size, rel=0.05), f"rank {rank}: {what}"
 
 
-def test_sharding_saves_memory(folder: Path) -> None:
+@pytest.mark.slow
+def test_sharding_saves_memory(folders: Callable[[int], Path]) -> None:
     """The other way round: not everything is as large as everything."""
-    sizes = {layout: found(folder, layout)[0]["bytes"] for layout in MEASURED}
+    sizes = {layout: found(folders(4), layout)[0]["bytes"] for layout in MEASURED}
     for what in ("parameters", "gradients", "optimizer"):
         assert 3.8 * sizes["full"][what] < sizes["none"][what] < 4.2 * sizes["full"][what]
         assert 1.9 * sizes["hybrid"][what] < sizes["none"][what] < 2.1 * sizes["hybrid"][what]
