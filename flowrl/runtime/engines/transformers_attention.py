@@ -216,6 +216,7 @@ def _bucket_rows(lengths: Sequence[int]) -> list[list[int]]:
 # -- what transformers calls -------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # tracing ends at the pack anyway; what follows would be traced again for each number of rows
 def attention(
     module: torch.nn.Module,
     query: Tensor,

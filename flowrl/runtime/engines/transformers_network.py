@@ -195,7 +195,8 @@ class Network:
     @cached_property
     def abilities(self) -> Abilities:
         """What of this model can be done the quick way."""
-        with torch.no_grad():
+        # Layers that are compiled are not: what is tried here comes once, and there are few compilations of a function.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             packs = self._probe_packing()
             abilities = Abilities(packs, self._probe_backend(packs), self._probe_head())
         if not abilities.packs:

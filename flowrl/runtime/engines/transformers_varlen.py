@@ -270,13 +270,11 @@ class Flex:
         }
         if (cap := settings.softcap) is not None:
             options["score_mod"] = lambda score, row, head, q, k: cap * torch.tanh(score / cap)
-        # Within a layer that is compiled, this is compiled with it.
-        kernel = flex.flex_attention if torch.compiler.is_compiling() else self.kernel
         if settings.sinks is None:
-            return kernel(query, key, value, **options)[0].transpose(0, 1)
+            return self.kernel(query, key, value, **options)[0].transpose(0, 1)
         if not hasattr(flex, "AuxRequest"):
             return "it has attention sinks, which need torch 2.9"
-        out, more = kernel(query, key, value, **options, return_aux=flex.AuxRequest(lse=True))
+        out, more = self.kernel(query, key, value, **options, return_aux=flex.AuxRequest(lse=True))
         # A sink is one more key without a value: it takes exp(sink) / (exp(sink) + sum of exp(scores)).
         lse: Any = more.lse
         kept = torch.sigmoid(lse - settings.sinks[None, :, None].to(lse.dtype))
