@@ -166,8 +166,11 @@ def strategies_of(
         if not isinstance(strategy, Strategy):
             problems.append(f"the strategy of {name} is {strategy!r}; expected a flowrl.Strategy")
             continue
-        problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices)]
-        device = getattr(known[name], "device", None) or ""
+        model = known[name]
+        base: Any = model.base if isinstance(model, DerivedModel) else model
+        on, products = base.device or cluster.device, base.autocast or base.dtype
+        problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices, device=on, dtype=products)]
+        device = getattr(model, "device", None) or ""
         if cluster.num_devices > 1 and ":" in device:
             problems.append(f"{name}: device is {device!r}; expected None or a kind of device, one for each rank")
     if problems:

@@ -109,6 +109,19 @@ def test_what_holds_no_model_runs_once_and_losses_are_put_together_everywhere() 
             r"actor: tensor_parallel is 3; expected a divisor of the 4 ranks; actor.frozen: .*"
             r"Do: torchrun --nproc-per-node 12 -m flowrl run FILE --runtime spmd, or another tensor_parallel",
         ),
+        (
+            {"strategy": Strategy(attention="flush")},  # type: ignore[arg-type]
+            "actor: attention is 'flush'; expected one of auto, sdpa, flex, flash",
+        ),
+        (
+            {"strategies": {"actor": Strategy(attention="flash")}},
+            r"actor: attention is 'flash' on cpu; expected a CUDA device \(its kernels are written for it\), or "
+            r"attention='sdpa'; actor: attention is 'flash' with products in float32; expected Model\(autocast='bfloat16'\)",
+        ),
+        (
+            {"strategies": {"actor": Strategy(attention="flex")}},
+            r"actor: attention is 'flex' on cpu; expected a CUDA device \(elsewhere torch's flex_attention has no backward",
+        ),
         ({"strategy": Strategy(sharding="half")}, "actor: sharding is 'half'; expected one of full, optimizer, none"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
@@ -138,3 +151,17 @@ def test_a_model_on_one_device_cannot_lie_over_ranks() -> None:
     ):
         compile(flow(actor), FOUR)
     compile(flow(actor), Cluster("cpu"))
+
+
+def test_flash_attention_is_a_matter_of_device_and_precision() -> None:
+    flash = Strategy(attention="flash")
+    gpus = Cluster("cuda", num_devices=4)
+    half = flow(Model("some/policy", name="actor", autocast="bfloat16"))
+    program = compile(half, gpus, strategies={"actor": flash, "actor.frozen": Strategy(attention="sdpa")})
+    assert "; flash attention" in program.plan.explain() and "; sdpa attention" in program.plan.explain()
+    assert "attention" not in compile(half, gpus).plan.explain()
+    compile(flow(Model("some/policy", name="actor", dtype="float16")), gpus, strategy=flash)
+    with pytest.raises(FlowError, match=r"actor.frozen: attention is 'flash' with products in float32"):
+        compile(flow(), gpus, strategy=flash)
+    with pytest.raises(FlowError, match=r"actor.frozen: attention is 'flash' on cpu; expected a CUDA device"):
+        compile(flow(Model("some/policy", name="actor", autocast="bfloat16", device="cpu")), gpus, strategy=flash)

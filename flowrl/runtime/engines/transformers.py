@@ -7,6 +7,8 @@ particular to one of these lives in a file of its own:
 transformers_loading      names, folders, live objects, GGUF files
 transformers_network      what of a model can be done the quick way, and doing it
 transformers_attention    attention over packed rows
+transformers_varlen       the same without padding: flash and flex attention
+transformers_backends     which of these is used, after it was tried
 transformers_forward      one pass over a micro-batch, and what is read from it
 transformers_head         log-probs from hidden states, a slice at a time
 transformers_distribution what needs the whole distribution at each token
@@ -38,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.batches import LogprobOrigin, Sequences
+from flowrl.compiler.strategy import NEEDS_CUDA
 from flowrl.errors import DataError, ModelError
 from flowrl.models import AnyModel, DerivedModel, Frozen, Model
 from flowrl.ragged import Ragged
@@ -96,12 +99,12 @@ class TransformersEngine:
         self.restored = False
         autocast = None if settings.autocast is None else getattr(torch, settings.autocast)
         self.adapter = adapter
-        self.network = (
-            Network(module, autocast=autocast, name=model.name)
-            if adapter is None
-            else AdaptedNetwork(module, adapter, autocast=autocast, name=model.name)
-        )
+        held: dict[str, Any] = {"autocast": autocast, "name": model.name, "strategy": options.strategy}
+        self.network = Network(module, **held) if adapter is None else AdaptedNetwork(module, adapter, **held)
         self.shards = shards or shards_of(self.network, options, model.name)
+        if options.strategy.attention in NEEDS_CUDA:  # what the strategy names is tried at once, on all ranks
+            with torch.no_grad():
+                self.shards.run(lambda: self.network.abilities)
         self._tokenizer: Any = None
         if autocast is not None and self.network.device.type == "cpu" and not _cpu_multiplies(autocast):
             logger.warning(
@@ -117,7 +120,8 @@ class TransformersEngine:
         """Load a Model.
 
         Raises:
-            ModelError: see :func:`flowrl.runtime.engines.transformers_loading.load_module`.
+            ModelError: see :func:`flowrl.runtime.engines.transformers_loading.load_module`, and where attention is asked for that
+                cannot be had here.
         """
         device = _device(model, options)
         module: Any = load_module(model, device)

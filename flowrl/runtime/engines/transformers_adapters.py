@@ -158,9 +158,9 @@ class Adapter:
 class AdaptedNetwork(Network):
     """A network that computes with an adapter of its own, or with none."""
 
-    def __init__(self, module: Any, adapter: Adapter, *, autocast: torch.dtype | None, name: str) -> None:
+    def __init__(self, module: Any, adapter: Adapter, **settings: Any) -> None:
         self.adapter = adapter
-        super().__init__(module, autocast=autocast, name=name)
+        super().__init__(module, **settings)
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:
