@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowrl.adapters import strategy_problems
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.derive import elided_calls
 from flowrl.compiler.plan import (
@@ -120,8 +121,7 @@ def _planned_models(flow: RLFlow, cluster: Cluster, held: Mapping[str, Strategy]
 
 
 def _planned_model(model: BaseModel, cluster: Cluster, writer: str, strategy: Strategy) -> PlannedModel:
-    base: Any = model.base if isinstance(model, DerivedModel) else model
-    assert isinstance(base, Model), "checks.possible_settings lets no derived Model of a derived one through"
+    base = base_of(model)
     return PlannedModel(
         name=model.name,
         kind=model.kind if model.kind != "policy" else base.kind,
@@ -154,9 +154,9 @@ def strategies_of(
         if name not in known
     ]
     problems += [
-        f"strategies name {name!r}, a head on the weights of {m.base.name!r}; expected the name of that Model"
+        f"strategies name {name!r}, {what} of {m.base.name!r}; expected the name of that Model"
         for name, m in known.items()
-        if name in by_name and isinstance(m, ValueHead)
+        if name in by_name and isinstance(m, DerivedModel) and (what := _shares(m))
     ]
     found = {
         name: by_name.get(name, by_name.get(m.base.name, default) if isinstance(m, DerivedModel) else default)
@@ -167,6 +167,9 @@ def strategies_of(
             problems.append(f"the strategy of {name} is {strategy!r}; expected a flowrl.Strategy")
             continue
         problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices)]
+        own = base_of(known[name])
+        of_adapter = strategy_problems(own.lora, own.quantization, strategy, cluster.num_devices)
+        problems += [f"{name}: {text}" for text in of_adapter]
         device = getattr(known[name], "device", None) or ""
         if cluster.num_devices > 1 and ":" in device:
             problems.append(f"{name}: device is {device!r}; expected None or a kind of device, one for each rank")
@@ -176,6 +179,20 @@ def strategies_of(
             do=_more_ranks(found, cluster.num_devices),
         )
     return found
+
+
+def base_of(model: BaseModel) -> Model:
+    """The Model whose settings say how the weights are held: itself, or what it was made from."""
+    base = model.base if isinstance(model, DerivedModel) else model
+    assert isinstance(base, Model), "checks.possible_settings lets no derived Model of a derived one through"
+    return base
+
+
+def _shares(model: DerivedModel) -> str:
+    """What a derived Model holds of its base's weights and cannot hold otherwise; empty where it has its own."""
+    if isinstance(model, ValueHead):
+        return "a head on the weights"
+    return "which is held on the base" if model.base.lora or model.base.quantization else ""
 
 
 def _more_ranks(strategies: Mapping[str, Strategy], num_ranks: int) -> str | None:

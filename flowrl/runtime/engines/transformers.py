@@ -48,7 +48,7 @@ from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_r
 from flowrl.runtime.engines.transformers_loading import is_live, load_module, load_tokenizer, load_value_head, quiet
 from flowrl.runtime.engines.transformers_network import Network
 from flowrl.runtime.engines.transformers_sampling import check_prompts, generate
-from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, shards_of
+from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, layout_of, shards_of
 from flowrl.runtime.engines.transformers_training import train_step
 
 if TYPE_CHECKING:
@@ -160,10 +160,14 @@ class TransformersEngine:
         if not isinstance(self.shards, ParallelShards):
             with torch.no_grad():
                 return copy.deepcopy(module)
-        with quiet():
+        with quiet(), torch.random.fork_rng(devices=[]):  # a new module draws random weights, which nobody reads
             new = type(module)(copy.deepcopy(module.config)).to(self.network.device)
         whole = {name: self.shards.whole(t) for name, t in module.state_dict().items()}
+        for name, parameter in new.named_parameters():  # buffers keep the precision that the class gives them
+            parameter.data = parameter.data.to(whole[name].dtype)
         new.load_state_dict(whole)
+        if hasattr(module, "generation_config"):
+            new.generation_config = copy.deepcopy(module.generation_config)
         return new
 
     @property
@@ -427,8 +431,10 @@ class TransformersEngine:
         """``self = decay * self + (1 - decay) * base``; buffers that are no floats are copied."""
         theirs = state.live_tensors(base)
         for name, mine in state.live_tensors(self).items():
-            # a copy of an adapter is whole on every rank
-            other = theirs[name] if type(mine) is type(theirs[name]) else base.shards.whole(theirs[name])
+            other = theirs[name]
+            if layout_of(mine) != layout_of(other):  # held in another way, as a copy of an adapter is: whole
+                whole, other = base.shards.whole(other), torch.zeros_like(mine)
+                self.shards.place(other, whole)
             if mine.is_floating_point():
                 mine.lerp_(other.to(mine), 1 - decay)
             else:

@@ -15,7 +15,7 @@ from flowrl.errors import ModelError, UnsupportedError
 from flowrl.functional.divergence import divergence
 from flowrl.nodes.loss import Divergence
 from flowrl.runtime.engines.transformers_distribution import Distributions
-from flowrl.runtime.engines.transformers_layout import Layout, padded_layout
+from flowrl.runtime.engines.transformers_layout import padded_layout
 
 if TYPE_CHECKING:
     from flowrl.runtime.engines.transformers import TransformersEngine
@@ -151,9 +151,9 @@ def _of_other(spec: Divergence, sequences: Sequences, temperature: float) -> Dis
     """The distributions of the other Model for the same tokens, without gradient."""
     other: Any = spec.model.bound_engine()
     network = other.network
-    layout: Layout = network.layout(sequences)
 
     def distributions() -> Distributions:
+        layout = network.layout(sequences)  # at the first pass it probes the network, which only a pass may
         with torch.no_grad(), network.compute():
             hidden = network.hidden(layout) if network.computes_logits_here else None
             return Distributions(network, layout, hidden, temperature)
