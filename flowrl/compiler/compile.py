@@ -60,6 +60,7 @@ def compile(
     flow.check().raise_if_broken()
     cluster = cluster or Cluster.detect()
     held = strategies_of(flow.models, cluster, strategies or {}, strategy or Strategy())
+    check_teachers(flow, held)
     elided = elided_calls(flow)
     order = flow.execution_order()
     plan = Plan(
@@ -179,6 +180,27 @@ def strategies_of(
             do=_more_ranks(found, cluster.num_devices),
         )
     return found
+
+
+def check_teachers(flow: RLFlow, held: Mapping[str, Strategy]) -> None:
+    """A loss that compares with another Model runs it on the rows of the Model that is trained, rank by rank.
+
+    Raises:
+        FlowError: the other one's layers are split over ranks that work on different rows; all such pairs.
+    """
+    problems: list[str] = []
+    for call in flow.calls:
+        losses = [ref._call.node for _, ref in call.inputs() if isinstance(ref._call.node, Loss)]
+        others = [spec.model.name for loss in losses if (spec := loss.divergence()) is not None]
+        for student in (t.name for t in call.node.writes() if isinstance(t, BaseModel)):
+            problems += [
+                f"{name}: tensor_parallel is {held[name].tensor_parallel}; expected a divisor of "
+                f"{held[student].tensor_parallel}, that of {student}, with which a loss compares it"
+                for name in others
+                if held[student].tensor_parallel % held[name].tensor_parallel
+            ]
+    if problems:
+        raise FlowError("These strategies do not fit: " + "; ".join(dict.fromkeys(problems)))
 
 
 def base_of(model: BaseModel) -> Model:
