@@ -378,42 +378,6 @@ def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | 
     return target
 
 
-def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | None:
-    """The folder of the converted file, made now if it is not there; None where it cannot be written."""
-    file = _gguf_path(model, source, options)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowrl" / "converted"
-    stat = file.stat()
-    key = json.dumps(
-        [str(file.resolve()), stat.st_size, stat.st_mtime_ns, sorted((k, str(v)) for k, v in options.items())]
-        + [_is_classifier(model), model.dtype, transformers.__version__]
-    )
-    target = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-    if (target / "config.json").is_file():
-        return target
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache))
-    except OSError as error:
-        logger.info("%s cannot be written (%s): %s is converted each time", cache, error, file.name)
-        return None
-    try:
-        _convert(model, source, options, work)
-        work.rename(target)
-    except OSError as error:
-        if (target / "config.json").is_file():  # another process was quicker
-            return target
-        logger.info("%s cannot be written (%s): %s is converted each time", cache, error, file.name)
-        return None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
-
-
-def _is_classifier(model: Model) -> bool:
-    """Whether the source is a classifier: that of a reward model with a new head is a language model."""
-    return model.kind == "reward" and not getattr(model, "new_head", False)
-
-
 def _convert(model: Model, source: str, options: Mapping[str, Any], folder: Path) -> None:
     auto: Any = AutoModelForSequenceClassification if _is_classifier(model) else AutoModelForCausalLM
     with _converting(model), quiet():

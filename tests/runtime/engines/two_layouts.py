@@ -105,7 +105,7 @@ def check_copies(ranks: Ranks) -> None:
     """A copy is held in the precision of what it was made from."""
     half = model("half", dtype="bfloat16")
     bindings = bindings_of(ranks)
-    engine, frozen = (bindings.engine(m) for m in (half, half.frozen()))
+    engine, frozen = (bindings.engine(m) for m in (half, half.frozen()))  # type: ignore[arg-type]
     kept = dict(frozen.weights())
     assert all(t.dtype == kept[n].dtype and torch.equal(t, kept[n]) for n, t in engine.weights())
     here, there = (e.logprobs(ROLLOUTS).logprobs.values for e in (engine, frozen))
