@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import os
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import flowrl.calibrate
 from flowrl.calibrate import busy_notes, calibrate, check_writable, unsteady_notes
 from flowrl.calibration import SCHEMA, UNITS, Calibration, Rate, default_path
 from flowrl.cli import run_command
 from flowrl.diagnostics import engine_rates, hardware_rates
+from flowrl.diagnostics.display import print_calibration
 from flowrl.diagnostics.rates import Effort, rate, repeat
 from flowrl.errors import FlowError, ModelError, RunFolderError, UnsupportedError
 from flowrl.machine import Gpu, Machine
@@ -378,6 +381,21 @@ def test_the_command_writes_at_its_end(
     out, err = capsys.readouterr()
     assert f"Written to {path}." in out.replace("\n", "") and "683 FLOP/s" in out and "! links: none" in out
     assert err == "measuring …\n"
+
+
+def test_what_rates_have_in_common_is_said_once(measured: Calibration) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    one, other = rate("generate", 1630, [1.0], model="m", rows=1), rate("generate", 3, [7.0], model="m", rows=2)
+    print_calibration(replace(measured, rates=(*measured.rates, one, other), notes=("[why]",)), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "hardware: cpu, threads" in text and "float32, n 2 " in text and "! [why]" in text
+    assert "1,630 token/s" in text and "0.429 token/s" in text
+    lines = text.splitlines()
+    assert all(sum(r.name == line.split(" ")[0] for line in lines) >= 1 for r in measured.rates)
+    made = replace(measured, rates=(one, other), notes=())
+    console = Console(file=io.StringIO(), width=80)
+    print_calibration(made, console)
+    assert "engine: m" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_interrupted_calibration_writes_nothing(

@@ -11,7 +11,9 @@ from rich.table import Table
 from flowrl.diagnostics.packages import TOOLS, Package, pip
 
 if TYPE_CHECKING:
-    from flowrl.calibration import Calibration
+    from collections.abc import Sequence
+
+    from flowrl.calibration import Calibration, Rate
     from flowrl.doctor import Report
 
 _MARKS = {"works": "[green]✓[/]", "not installed": "[dim]–[/]"}
@@ -123,24 +125,38 @@ def _print_problems(report: Report, console: Console) -> None:
 
 
 def print_calibration(calibration: Calibration, console: Console) -> None:
-    """Every rate, a line each."""
-    table = _table("rates", "rate", "conditions", "median", "half of all between", "repetitions")
+    """Every rate, a line each; what all rates of one kind were measured with is said once, above them."""
+    kinds: dict[str, list[Rate]] = {}
     for rate in calibration.rates:
+        kind = "engine" if "model" in rate.conditions else "links" if "backend" in rate.conditions else "hardware"
+        kinds.setdefault(kind, []).append(rate)
+    for kind, rates in kinds.items():
+        _print_rates(kind, rates, console)
+    for sentence in calibration.notes:
+        console.print(f"[yellow]![/] {escape(sentence)}", soft_wrap=True)
+
+
+def _print_rates(title: str, rates: Sequence[Rate], console: Console) -> None:
+    first = rates[0].conditions
+    common = {n: v for n, v in first.items() if len(rates) > 1 and all(r.conditions.get(n) == v for r in rates)}
+    said = ", ".join(_condition(n, v) for n, v in common.items())
+    table = _table(escape(f"{title}: {said}" if said else title), "rate", "with", "median", "half of all", "times")
+    for rate in rates:
         table.add_row(
             rate.name,
-            escape(", ".join(_condition(n, v) for n, v in rate.conditions.items())),
+            escape(", ".join(_condition(n, v) for n, v in rate.conditions.items() if n not in common)),
             _with_unit(rate.value, rate.unit),
             f"{_without_unit(rate.low, rate.unit)} – {_without_unit(rate.high, rate.unit)}",
             str(rate.repetitions),
         )
     console.print(table)
-    for sentence in calibration.notes:
-        console.print(f"[yellow]![/] {escape(sentence)}", soft_wrap=True)
 
 
 def _condition(name: str, value: object) -> str:
     if name == "bytes" and isinstance(value, int):
         return _size(value)
+    if name == "parameters":
+        return f"{value:,} parameters"
     return f"{name} {value}" if not isinstance(value, str) else value
 
 

@@ -48,7 +48,7 @@ from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_r
 from flowrl.runtime.engines.transformers_loading import is_live, load_module, load_tokenizer, load_value_head, quiet
 from flowrl.runtime.engines.transformers_network import Network
 from flowrl.runtime.engines.transformers_sampling import check_prompts, generate
-from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, layout_of, shards_of
+from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, lie_alike, shards_of
 from flowrl.runtime.engines.transformers_training import train_step
 
 if TYPE_CHECKING:
@@ -432,7 +432,7 @@ class TransformersEngine:
         theirs = state.live_tensors(base)
         for name, mine in state.live_tensors(self).items():
             other = theirs[name]
-            if layout_of(mine) != layout_of(other):  # held in another way, as a copy of an adapter is: whole
+            if not lie_alike(mine, other):  # held in another way, as a copy of an adapter is: whole
                 whole, other = base.shards.whole(other), torch.zeros_like(mine)
                 self.shards.place(other, whole)
             if mine.is_floating_point():

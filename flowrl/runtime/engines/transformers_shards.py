@@ -288,6 +288,15 @@ class ParallelShards(Shards):
         local.copy_(local_part(target, whole).to(local))
 
 
+def lie_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether each rank holds the same part of both."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        return a.device_mesh == b.device_mesh and a.placements == b.placements
+    return not isinstance(a, DTensor) and not isinstance(b, DTensor)
+
+
 def local_part(target: Any, whole: Tensor) -> Tensor:
     """What this rank holds of a whole tensor that lies as ``target`` does.
 
@@ -316,13 +325,6 @@ def _places(target: Any, dim: int) -> Tensor:
         size = math.ceil(len(places) / parts)
         places = places[mine * size : (mine + 1) * size]
     return places
-
-
-def layout_of(tensor: Tensor) -> Any:
-    """Where the parts of a tensor lie; equal where two of one shape can be added part by part."""
-    from torch.distributed.tensor import DTensor
-
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def _local(tensor: Tensor) -> Tensor:

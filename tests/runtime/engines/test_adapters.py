@@ -698,7 +698,11 @@ def check_two_ranks(folder: str, *layouts: str) -> None:
             two_layouts.check(ranks)
         if name == "optimizer":
             two_layouts.check_more(ranks)
-    ranks.leave()
+
+
+def on_two_ranks(folder: str) -> None:
+    """What the default tests check."""
+    check_two_ranks(folder, "full")
 
 
 def check_parts(engine: Any, ranks: Ranks) -> None:
