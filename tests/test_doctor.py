@@ -38,9 +38,9 @@ print("status", status, "torch" in sys.modules, "transformers" in sys.modules, f
 """
 
 
-def in_a_process(*command: str) -> subprocess.CompletedProcess[str]:
+def in_a_process(*command: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=280)
+    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,10 @@ def report(run: subprocess.CompletedProcess[str]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_doctor_tries_what_is_installed() -> None:
     """All of it, as it is typed."""
-    run = in_a_process("-m", "flowrl.cli", "doctor", "--json", "--deadline", "250")
+    run = in_a_process("-m", "flowrl.cli", "doctor", "--json", "--deadline", "300", timeout=850)
     report = json.loads(run.stdout)
     engines = {e["name"]: e for e in report["engines"]}
     works = [e["name"] for e in report["engines"] if e["status"] == "works"]

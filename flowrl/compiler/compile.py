@@ -30,8 +30,8 @@ from flowrl.weight_edges import follower_label, owner
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 
-#: By Model, or by the name of one.
-Strategies = Mapping[BaseModel | str, Strategy]
+#: By Model, or by the name of one. (Keys of a Mapping are invariant: a dict by names alone would not be one by either.)
+Strategies = Mapping[Any, Strategy]
 
 
 def compile(
