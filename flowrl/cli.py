@@ -297,8 +297,9 @@ def calibrate(
     with _status(f"{path} is as it was") as show:
         check_writable(path)
         measured = measure(model, quick=quick, device=device, show=show)
+        measured.save(path)
     print_calibration(measured, Console())
-    print(f"Written to {measured.save(path)}.")
+    print(f"Written to {path}.")
 
 
 @contextlib.contextmanager

@@ -138,11 +138,16 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and detached CPU float tensors of all parameters and persistent buffers, heads included."""
+        """Names and detached CPU float tensors of all parameters and persistent buffers, heads included.
+
+        Of a Model with ``lora`` or ``quantization`` they are those of an ordinary one: under the base's names, the adapter
+        added and nothing quantised. :meth:`load_weights` of such an engine takes what changes alone, which engines that
+        have adapters give as ``adapter_weights()``."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], *, policy_version: int) -> None:
-        """Replace all weights; refuses missing, unknown and misshapen names before it changes any."""
+        """Replace all weights (of a Model with ``lora`` the adapter's and the heads'); refuses missing, unknown and
+        misshapen names before it changes any."""
         ...
 
     def saving(self, *, copy: bool) -> Saving:

@@ -166,10 +166,14 @@ class TransformersEngine:
         if not isinstance(self.shards, ParallelShards):
             with torch.no_grad():
                 return copy.deepcopy(module)
-        with quiet():
+        with quiet(), torch.random.fork_rng(devices=[]):  # a new module draws random weights, which nobody reads
             new = type(module)(copy.deepcopy(module.config)).to(self.network.device)
         whole = {name: self.shards.whole(t) for name, t in module.state_dict().items()}
+        for name, parameter in new.named_parameters():  # buffers keep the precision that the class gives them
+            parameter.data = parameter.data.to(whole[name].dtype)
         new.load_state_dict(whole)
+        if hasattr(module, "generation_config"):
+            new.generation_config = copy.deepcopy(module.generation_config)
         return new
 
     @property
@@ -434,9 +438,9 @@ class TransformersEngine:
         theirs = state.live_tensors(base)
         for name, mine in state.live_tensors(self).items():
             other = theirs[name]
-            if not lie_alike(mine, other):
-                other = torch.empty_like(mine)
-                self.shards.place(other, base.shards.whole(theirs[name]))
+            if not lie_alike(mine, other):  # held in another way, as a copy of an adapter is: whole
+                whole, other = base.shards.whole(other), torch.zeros_like(mine)
+                self.shards.place(other, whole)
             if mine.is_floating_point():
                 mine.lerp_(other.to(mine), 1 - decay)
             else:

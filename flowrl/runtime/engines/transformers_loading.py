@@ -56,7 +56,8 @@ HUB_TIMEOUT = 5.0
 
 def load_module(model: Model, device: torch.device | None = None) -> PreTrainedModel:
     """The network of a Model, on the CPU, in its dtype: a causal language model, the body alone of a ValueModel, or the
-    classifier of a RewardModel. A ValueModel's is a copy where the source is live: its trunk is its own.
+    classifier of a RewardModel. A ValueModel's is a copy where the source is live: its trunk is its own, unless it has an
+    adapter, which leaves the trunk as it is.
 
     Args:
         device: where a Model with ``quantization`` is loaded to, since it is quantised there.
@@ -166,7 +167,8 @@ def _live_module(model: Model) -> PreTrainedModel:
             do="save the adapter, and give the base with lora=LoRA(adapter_source=folder); or merge_and_unload() it",
         )
     if model.kind == "value":
-        module = copy.deepcopy(getattr(module, "base_model", module))
+        trunk: Any = getattr(module, "base_model", module)
+        module = copy.deepcopy(trunk) if model.lora is None else _sharing_tensors(trunk)
     elif getattr(model, "new_head", False):
         module = _classifier_on(module)
     elif model.lora is not None:

@@ -49,6 +49,7 @@ from flowrl.runtime.worker import follow, open_engine
 from tests.flows import FAST, SAMPLING, prompts, reward, tiny_grpo, tiny_ppo
 from tests.ranks import ROOT, launch
 from tests.runs import checkpoint_weights, quick_run, saved_weights, training
+from tests.runtime.engines import two_layouts
 from tests.runtime.engines.engines import GroupReinforce, Regression, Reinforce, gradients, relative_distance, term_rows
 from tests.tiny import recorded_rollouts, tiny_folder, tiny_model, tiny_tokenizer
 
@@ -222,6 +223,19 @@ class TestDerived:
         )
         ours = {p.data_ptr() for p in engine_of(module).network.module.parameters()}
         assert all(p.data_ptr() in ours for p in module.parameters())
+
+    def test_an_actor_and_a_critic_on_one_live_base(self) -> None:
+        """Two adapters and a head are all that they have for themselves."""
+        module, bindings = tiny_model(), Bindings(open_engine)
+        before = {n: t.clone() for n, t in module.state_dict().items()}
+        actor = engine_of(module, bindings=bindings)
+        critic = engine_of(module, bindings=bindings, cls=ValueModel, name="critic")
+        assert held(actor, critic) == held(engine_of(module, lora=None)) + 2 * 4 * ADAPTER_NUMBERS
+        start = logprobs(actor)
+        train(critic, 2, Regression())
+        assert critic.values(ROLLOUTS).values.any() and torch.equal(logprobs(actor), start)
+        train(actor, 2)
+        assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
 
     def test_frozen_can_be_asked_for_late(self) -> None:
         bindings = Bindings(open_engine)
@@ -462,6 +476,11 @@ class TestRefused:
         with pytest.raises(ModelError, match=r"there is no adapter in .*adapter_config\.json"):
             engine_of(lora=LoRA(adapter_source=tmp_path))
 
+    def test_an_export_is_not_the_adapter_in_it(self, tmp_path: Path) -> None:
+        engine_of().export(tmp_path)
+        with pytest.raises(ModelError, match=r"adapter_source='.*/adapter'\), and the base .* with that adapter added"):
+            engine_of(lora=LoRA(adapter_source=tmp_path))
+
     def test_an_adapter_of_another_base(self, tmp_path: Path) -> None:
         engine_of(tiny_model(hidden=64)).export(tmp_path)
         with pytest.raises(ModelError, match=r"does not fit: .*has shape"):
@@ -650,10 +669,11 @@ def trained(bindings: Bindings) -> dict[str, Any]:
         return {"metrics": metrics, "weights": weights, "reference": first.ref_logprobs.values, "made": made.tokens}
 
 
-def check_two_ranks(folder: str) -> None:
+def check_two_ranks(folder: str, *layouts: str) -> None:
     ranks = Ranks.join(200)
     expected = trained(Bindings(open_engine, micro_batch_tokens=60))
-    for name, strategy in LAYOUTS.items():
+    for name in layouts:
+        strategy = LAYOUTS[name]
         strategies = {"tiny": strategy, "tiny-value": strategy}
         bindings = Bindings(open_engine, micro_batch_tokens=60, ranks=ranks, strategies=strategies)
         found = trained(bindings)
@@ -667,7 +687,14 @@ def check_two_ranks(folder: str) -> None:
             actor: Any = next(e for m, e in bindings.engines.items() if m.name == "tiny")
             check_parts(actor, ranks)
             check_files(actor, ranks, Path(folder))
-    ranks.leave()
+            two_layouts.check(ranks)
+        if name == "optimizer":
+            two_layouts.check_more(ranks)
+
+
+def on_two_ranks(folder: str) -> None:
+    """What the default tests check."""
+    check_two_ranks(folder, "full")
 
 
 def check_parts(engine: Any, ranks: Ranks) -> None:
@@ -695,9 +722,13 @@ def check_files(engine: Any, ranks: Ranks, folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_two_ranks_are_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts", [("full",), pytest.param(("optimizer", "none", "offload"), marks=pytest.mark.slow)], ids=", ".join
+)
+def test_two_ranks_are_as_one(layouts: tuple[str, ...], tmp_path: Path) -> None:
+    """And what else is asked of two ranks: see ``two_layouts``."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    launch(check_two_ranks, str(tmp_path), num_ranks=2, timeout=570, env={"PYTHONPATH": path}).succeeded()
+    launch(check_two_ranks, str(tmp_path), *layouts, num_ranks=2, timeout=570, env={"PYTHONPATH": path}).succeeded()
 
 
 def test_coupled_groups_see_the_same_adapter() -> None:
