@@ -103,9 +103,7 @@ def train_step(
             value, bad = _run_batch(engine, work, rows, backward=engine.shards.in_step or not guilty, tally=counts)
             objective += value
             guilty += bad
-    for (
-        parameter
-    ) in parameters:  # where nothing pulls, momentum and decay go on, as over ranks, where all get a gradient
+    for parameter in parameters:  # where nothing pulls, momentum and decay go on, as over ranks, where all get a gradient
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     engine.shards.reduce_gradients(parameters)
