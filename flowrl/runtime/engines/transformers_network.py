@@ -78,6 +78,8 @@ class Network:
         self.module = module
         self.autocast_dtype = autocast
         self.name = name
+        #: Where passes are computed; parameters that are offloaded lie elsewhere between them.
+        self.device = next(module.parameters()).device
         # No dropout, in training neither: two passes over the same rows must agree, or ratios are noise.
         module.eval()
         inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # inside of adapters
@@ -88,10 +90,6 @@ class Network:
         self.parameters_of_module = set(inspect.signature(module.forward).parameters)
         self.strategy = strategy or Strategy()
         self._backend = backend_of(self.strategy, self.device, self.compute_dtype, name)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
