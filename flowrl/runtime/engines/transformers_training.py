@@ -106,11 +106,7 @@ def train_step(
             value, bad = _run_batch(engine, work, rows, backward=backward, tally=counts)
             objective += value
             guilty += bad
-<<<<<<< HEAD
     for parameter in parameters:  # where nothing pulls, momentum and decay go on, as they do over ranks
-=======
-    for parameter in parameters:  # where nothing pulls, momentum and decay go on, as over ranks, where all get a gradient
->>>>>>> help-att
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     engine.shards.reduce_gradients(parameters)
