@@ -41,9 +41,7 @@ def layout(program: Program, num_ranks: int | None = None) -> dict[str, str]:
         "device": program.plan.device,
         "threads": str(torch.get_num_threads()),
         "ranks": str(num_ranks),
-        "strategies": "; ".join(f"{m.name}: {m.strategy}" for m in program.plan.models)
-        if num_ranks > 1
-        else "none",
+        "strategies": "; ".join(f"{m.name}: {m.strategy}" for m in program.plan.models) if num_ranks > 1 else "none",
         "micro_batch_tokens": str(program.plan.micro_batch_tokens),
         "torch": torch.__version__,
     }
