@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import io
 import os
 import pickle
 import re
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flowrl.errors import FlowError, RankError
+from flowrl.runtime.pickling import dumps
 
 if TYPE_CHECKING:
     from flowrl.runtime.watch import Watch
@@ -117,7 +117,7 @@ class Ranks:
             self._broadcast(_pickled_error(error))
             raise _told_by(error, 0, self.size) from None
         try:
-            data = _pickled((True, result))
+            data = dumps((True, result))
         except Exception as reason:  # pickling runs other people's code
             error = FlowError(
                 "What rank 0 made cannot travel to the other ranks",
@@ -311,27 +311,6 @@ def _told_by(error: Exception, rank: int, size: int) -> Exception:
 def is_told(error: BaseException) -> bool:
     """Whether all ranks have this error, in this run: somebody's code may raise one object again and again."""
     return getattr(error, "told_by", (None, 0))[0] == _runs[0]
-
-
-class _Pickler(pickle.Pickler):
-    """Writes the numbers of a tensor as they are: torch writes all of the memory that a view is of, and takes its time."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        plain = type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout is torch.strided
-        if not plain or obj.requires_grad or obj.numel() == 0 or obj.is_quantized:
-            return NotImplemented
-        numbers: Any = obj.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(numbers), obj.dtype, tuple(obj.shape))
-
-
-def _tensor(numbers: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(numbers, dtype=dtype).view(shape)
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(value)
-    return buffer.getvalue()
 
 
 def _pickled_error(error: Exception) -> bytes:

@@ -30,6 +30,7 @@ from flowrl import (
     ValueLoss,
     source,
 )
+from flowrl.context import current_step
 from flowrl.nodes.reward import rewards_like
 from flowrl.runtime.ranks import world_rank
 from tests.flows import FAST, SAMPLING, prompts
@@ -98,7 +99,7 @@ def sneaky(rollouts: Rollouts) -> Rollouts:
 
 
 def nothing_in_step_two(response: str) -> float:
-    return 0.0 if flowrl.context.current_step().iteration == 1 else 1.0
+    return 0.0 if current_step().iteration == 1 else 1.0
 
 
 def flow(*, sneaks: bool = False) -> RLFlow:

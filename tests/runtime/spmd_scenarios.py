@@ -36,6 +36,7 @@ from flowrl import (
     source,
 )
 from flowrl.compiler.strategy import Strategy
+from flowrl.context import current_step
 from flowrl.errors import FlowError, RankError, RunFolderError
 from flowrl.nodes.kl_control import AdaptiveKL
 from flowrl.runtime.ranks import tells, world_rank
@@ -65,7 +66,7 @@ class Trouble:
     step: int = 0
 
     def here(self, place: str) -> None:
-        step = flowrl.context.current_step().iteration + 1
+        step = current_step().iteration + 1
         if (place, world_rank(), step) != (self.place, self.rank, self.step):
             return
         self.step = 0  # once
@@ -144,7 +145,7 @@ def ppo(log: Path | None = None, learning_rate: float = 1e-3) -> tuple[RLFlow, f
     sampled = Rollout(actor, group_size=2, sampling=SAMPLING)(source(Prompts, name="prompts", batch_size=3))
     scores = FunctionReward(Calls(log), isolate=False, label="reward")(sampled)
     kept = DropUniformGroups(max_pulls=3)(sampled, scores)
-    rollouts = scored_by(looked_at(kept, label="looked"), model=actor, label="scored")
+    rollouts = scored_by.options(label="scored")(looked_at.options(label="looked")(kept), model=actor)
     values = Critic(critic)(rollouts)
     old = PolicyLogprobs(actor)(rollouts)
     ref = ReferenceLogprobs(actor.frozen())(rollouts)

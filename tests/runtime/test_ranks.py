@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from flowrl.errors import FlowError, RankError
-from flowrl.runtime.ranks import ONE_RANK, Ranks, _pickled, is_lost, tells, world_rank
+from flowrl.runtime.pickling import dumps
+from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, tells, world_rank
 from tests.ranks import launch, shared
 
 
@@ -98,7 +99,7 @@ def conversation(folder: str) -> None:
 
     view = torch.arange(1_000_000)[10:20]
     with joined(60) as ranks:
-        assert len(_pickled(view)) < 1000 and torch.equal(ranks.once(lambda: view), view)
+        assert len(dumps(view)) < 1000 and torch.equal(ranks.once(lambda: view), view)
         for tensor in (
             torch.ones(2, 3).bfloat16().t(),
             torch.tensor(3),
