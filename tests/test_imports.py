@@ -16,8 +16,21 @@ PACKAGE = Path(flowrl.__file__).parent
 
 #: From the bottom up: a module imports only from its own level and those before it.
 LEVELS: list[tuple[str, ...]] = [
-    ("errors", "ragged", "columns", "alignment", "spans", "origins", "batches", "adapters", "models", "context",
-     "stable_text", "machine", "calibration"),
+    (
+        "errors",
+        "ragged",
+        "columns",
+        "alignment",
+        "spans",
+        "origins",
+        "batches",
+        "adapters",
+        "models",
+        "context",
+        "stable_text",
+        "machine",
+        "calibration",
+    ),
     ("annotations", "graph"),
     ("nodes", "functional"),
     ("testing",),

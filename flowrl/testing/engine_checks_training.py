@@ -131,9 +131,9 @@ def agree(bench: Bench, engine: Any, plain: Plain, before: dict[str, Tensor], na
     """
     import torch
 
-    after = dict(engine.weights())
+    after: dict[str, Tensor] = dict(engine.weights())
     bench.true("every trained weight is given out", len(after) == len(plain.parameters), sorted(after))
-    theirs = {n: plain.parameters[names[n] if n in names else n].detach() for n in after}
+    theirs = {n: plain.parameters[names.get(n, n)].detach() for n in after}
     flat = [torch.cat([tensors[n].flatten() for n in sorted(after)]) for tensors in (after, theirs, before)]
     bench.near("weights after the steps", flat[0], flat[1], tolerance=WEIGHTS)
     bench.near("changes of the weights", flat[0] - flat[2], flat[1] - flat[2], tolerance=CHANGE)

@@ -21,7 +21,7 @@ from flowrl.nodes.updater import AdamW
 from flowrl.runtime import tensor_files
 from flowrl.runtime.ranks import ONE_RANK, Ranks
 from flowrl.runtime.worker import open_engine
-from tests.ranks import launch
+from tests.ranks import launch, shared
 from tests.runtime.engines.engines import Reinforce, term_rows
 from tests.tiny import recorded_rollouts, tiny_folder
 
@@ -135,9 +135,10 @@ def look_at(folder: Path, num_ranks: int) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_two_ranks_write_and_others_read(tmp_path: Path) -> None:
-    launch(on_ranks, str(tmp_path), num_ranks=2, timeout=800).succeeded()
-    look_at(tmp_path, 2)
+def test_two_ranks_write_and_others_read(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    look_at(shared("checkpoints", request, tmp_path_factory), 2)
 
 
 @pytest.mark.slow

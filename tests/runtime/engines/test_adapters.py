@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ from flowrl.runtime.engines.transformers_quantization import dequantised, is_qua
 from flowrl.runtime.ranks import Ranks
 from flowrl.runtime.worker import follow, open_engine
 from tests.flows import FAST, SAMPLING, prompts, reward, tiny_grpo, tiny_ppo
-from tests.ranks import ROOT, launch
+from tests.ranks import launch, shared
 from tests.runs import checkpoint_weights, quick_run, saved_weights, training
 from tests.runtime.engines import two_layouts
 from tests.runtime.engines.engines import GroupReinforce, Regression, Reinforce, gradients, relative_distance, term_rows
@@ -695,6 +694,7 @@ def check_two_ranks(folder: str, *layouts: str) -> None:
 def on_two_ranks(folder: str) -> None:
     """What the default tests check."""
     check_two_ranks(folder, "full")
+    (Path(folder) / "checked").write_text("full")
 
 
 def check_parts(engine: Any, ranks: Ranks) -> None:
@@ -721,14 +721,16 @@ def check_files(engine: Any, ranks: Ranks, folder: Path) -> None:
     assert float((logprobs_of(merged, MORE) - expected).abs().max()) <= 1e-5
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "layouts", [("full",), pytest.param(("optimizer", "none", "offload"), marks=pytest.mark.slow)], ids=", ".join
-)
-def test_two_ranks_are_as_one(layouts: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_two_ranks_are_as_one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """And what else is asked of two ranks: see ``two_layouts``."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    launch(check_two_ranks, str(tmp_path), *layouts, num_ranks=2, timeout=570, env={"PYTHONPATH": path}).succeeded()
+    assert (shared("adapters", request, tmp_path_factory) / "checked").read_text() == "full"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_in_other_layouts(tmp_path: Path) -> None:
+    launch(check_two_ranks, str(tmp_path), "optimizer", "none", "offload", num_ranks=2, timeout=570).succeeded()
 
 
 def test_coupled_groups_see_the_same_adapter() -> None:
