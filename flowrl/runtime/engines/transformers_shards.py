@@ -236,9 +236,18 @@ class ParallelShards(Shards):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local = _local(parameter.grad)
-            summed = self.total(local.cpu())
+            summed = self._added_up(local.contiguous())
             if summed is not local:
                 local.copy_(summed)
+
+    def _added_up(self, part: Tensor) -> Tensor:
+        """The sum over data-parallel ranks, in place, on the device where it lies."""
+        if part.device.type == "cpu":
+            return self.total(part)
+        for axis in ("shard", "replicate"):
+            if self.mesh[axis].size() > 1:
+                dist.all_reduce(part, group=self.mesh[axis].get_group())
+        return part
 
     def together(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         by_mesh: dict[Any, list[nn.Parameter]] = {}
