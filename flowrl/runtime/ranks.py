@@ -114,6 +114,7 @@ class Ranks:
         try:
             result = work()
         except Exception as error:  # everybody must hear of it, whatever it is
+            self._ending()
             self._broadcast(_pickled_error(error))
             raise _told_by(error, 0, self.size) from None
         try:
@@ -124,6 +125,7 @@ class Ranks:
                 expected="a result that can be pickled: its class at the top level of a module",
                 received=f"{type(result).__name__}: {reason}",
             )
+            self._ending()
             self._broadcast(_pickled_error(error))
             raise _told_by(error, 0, self.size) from reason
         self._broadcast(data)
@@ -171,6 +173,7 @@ class Ranks:
             failed = int(self.total(torch.tensor([error is not None], dtype=torch.int64), self.agreement))
             if not failed:
                 return
+            self._ending()
             texts = self.everyone(None if error is None else text_of(error), self.agreement)
         except RankError as gone:
             if error is None or is_lost(error):
@@ -249,9 +252,15 @@ class Ranks:
             ) from error
         if fine:
             return value
+        self._ending()
         if self.watch is not None:
             self.watch.close()  # everybody raises this
         raise _told_by(value, 0, self.size)
+
+    def _ending(self) -> None:
+        """An error is on its way, and is to be said, also where torchrun sends SIGTERM since another rank was faster to end."""
+        if self.watch is not None:
+            self.watch.ending = True
 
     def _wait(self, work: Callable[[], Any]) -> None:
         try:
@@ -261,6 +270,7 @@ class Ranks:
 
     def lost(self, error: BaseException) -> RankError:
         """What a failed conversation means: why another rank has left it, or which one is gone, and what it was at."""
+        self._ending()
         who = (self.watch.failure() or self.watch.missing()) if self.watch is not None else ""
         return RankError(
             who or f"Rank {self.rank} waits for another rank, which is gone or hangs",

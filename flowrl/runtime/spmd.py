@@ -27,6 +27,9 @@ from flowrl.runtime.ranks import DEADLINE, ONE_RANK, Ranks, is_told, next_run, t
 from flowrl.runtime.signals import EndedAtOnce, Stop, stop_on_signals
 from flowrl.runtime.watch import Watch
 
+#: Seconds to say why it ends that a process has after SIGTERM.
+LAST_WORDS = 5.0
+
 
 class SpmdRuntime(LocalRuntime):
     """Runs a Program on all ranks that torchrun started; arguments as for LocalRuntime.
@@ -61,7 +64,7 @@ class SpmdRuntime(LocalRuntime):
         def at_once() -> bool:
             """Whether torchrun ends this process because another one has failed."""
             watch.asked_to_stop = True
-            return bool(watch.failure())
+            return not watch.ending and bool(watch.failure())
 
         # Nothing is said before all ranks have agreed: torchrun sends SIGTERM when a rank has died, too.
         with stop_on_signals(lambda text: None, at_once) as stop:
@@ -122,12 +125,15 @@ def joined(deadline: float | None = None) -> Iterator[Ranks]:
 @contextlib.contextmanager
 def _ended_by_signals(watch: Watch) -> Iterator[None]:
     """Before the first step and after the last one, a signal ends this process at once, as it does a run of one. But where
-    torchrun sends it because another rank is gone, that is said."""
+    torchrun sends it because another rank is gone, that is said; and so is an error that is on its way already."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def handle(number: int, frame: Any) -> None:
+        if watch.ending:
+            last_words(number, frame)
+            return
         watch.asked_to_stop = True
         watch.end_if_lost()
         raise EndedAtOnce(number)
@@ -135,9 +141,20 @@ def _ended_by_signals(watch: Watch) -> Iterator[None]:
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except BaseException:
+        previous[signal.SIGTERM] = last_words  # it is said outside of here
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def last_words(number: int, frame: Any) -> None:
+    """Handles a signal in a process that is about to say why it ends: it gets a few seconds for that. A second signal ends it."""
+    signal.signal(number, signal.SIG_DFL)
+    timer = threading.Timer(LAST_WORDS, end_now)
+    timer.daemon = True
+    timer.start()
 
 
 def deadline_of_environment() -> float:

@@ -48,6 +48,8 @@ class Watch:
         self.on_end: Callable[[str], None] = lambda text: None
         #: Set when a signal has come.
         self.asked_to_stop = False
+        #: Set when an error is on its way that ends the run.
+        self.ending = False
         self._store, self._thread_store = run_store(), run_store().clone()
         self._number, self._what, self._since = 0, "the start", time.monotonic()
         self._beats = 0
@@ -78,6 +80,7 @@ class Watch:
 
     def trouble(self, error: BaseException) -> None:
         """Tell the others that this rank has raised."""
+        self.ending = True
         if self._closed.is_set():
             return
         self._own_failure = True

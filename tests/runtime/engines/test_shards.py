@@ -69,7 +69,7 @@ NO_CHANGE = AdamW(learning_rate=0.0, weight_decay=0.0)
 FEW = (0, 1, 3)
 
 
-def opened(folder: Path, strategy: Strategy | None = None, ranks: Ranks | None = None, budget: int = 30) -> Any:
+def opened(folder: Path, strategy: Strategy | None = None, ranks: Ranks | None = None, budget: int = 60) -> Any:
     strategies = {} if strategy is None else {"tiny": strategy}
     bindings = Bindings(open_engine, micro_batch_tokens=budget, strategies=strategies, ranks=ranks)
     return open_engine(Model(folder, name="tiny", device="cpu"), bindings)
