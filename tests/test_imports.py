@@ -110,7 +110,7 @@ def test_the_runtime_runs_programs_and_knows_no_flow(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_heavy_libraries_only_in_the_files_that_are_loaded_for_them(name: str) -> None:
-    if name.startswith(("runtime.engines.transformers", "runtime.ranks", "runtime.tensor_files")):
+    if name.startswith(("runtime.engines.transformers", "runtime.ranks", "runtime.pickling", "runtime.tensor_files")):
         return
     for imported in imports(modules()[name]):
         assert imported.split(".")[0] not in set(HEAVY) - {"numpy"}, f"{name} imports {imported} at module level"
