@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from flowrl.runtime.ranks import Ranks
     from flowrl.runtime.run_state import EvaluationPlan, Outcome
 
+#: Seconds that a checkpoint which is being written gets to its end, where another rank's failure ends this process.
+LAST_CHECKPOINT = 20.0
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -362,7 +365,12 @@ def _status_on_error(local: LocalRuntime) -> Iterator[None]:
                 local.folder.write_manifest(status=status, error=text)
 
     if local.ranks.watch is not None:
-        local.ranks.watch.on_end = lambda text: note("failed", text)
+
+        def end(text: str) -> None:
+            local.background.abandon(LAST_CHECKPOINT)
+            note("failed", text)
+
+        local.ranks.watch.on_end = end
     try:
         yield
     except BaseException as error:

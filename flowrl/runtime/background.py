@@ -24,9 +24,12 @@ class Background:
         self._ranks = ranks
         self._others = ranks
         if ranks.size > 1:
-            group = group_of([range(ranks.size)], ranks.deadline, use="background")
+            # Nothing that two threads say may be taken one for the other, agreement least of all.
+            group, agreement = (
+                group_of([range(ranks.size)], ranks.deadline, use) for use in ("background", "background agreement")
+            )
             # It does not say what this rank is at: the training does that.
-            self._others = replace(ranks, group=group, watch=None)
+            self._others = replace(ranks, group=group, agreement=agreement, watch=None)
         self._running: Future[None] | None = None
 
     def begin(self, work: Callable[[Ranks], object]) -> None:
@@ -66,8 +69,8 @@ class Background:
             self._ranks.together(running.result)
 
     def abandon(self, seconds: float) -> None:
-        """Give what was begun some time to end, where this process ends with another error; this one's rank alone calls it."""
-        running, self._running = self._running, None
+        """Give what was begun some time to end, where this process ends with another error; any thread may call it."""
+        running = self._running
         if running is not None:
             try:
                 running.exception(timeout=seconds)

@@ -143,10 +143,15 @@ def write_folder(final: Path, write: Callable[[Path, Ranks], None], ranks: Ranks
     if ranks.once(lambda: (final / MANIFEST).exists()):
         return final
 
+    def on_disk(work: Callable[[], T]) -> T:
+        with disk_errors(final):
+            return work()
+
     def write_and_seal(target: Path, ranks: Ranks) -> None:
-        ranks.together(lambda: write(target, ranks))
+        ranks.together(lambda: on_disk(lambda: write(target, ranks)))
         found = ranks.once(lambda: sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()))
-        mine = {name: _seal(target / name) for name in found[ranks.rank :: ranks.size]}  # hashing is what takes long
+        my_share = found[ranks.rank :: ranks.size]  # hashing is what takes long
+        mine = ranks.together(lambda: on_disk(lambda: {name: _seal(target / name) for name in my_share}))
         sealed = {name: seal for part in ranks.everyone(mine) for name, seal in part.items()}
         if ranks.is_first:
             files = {name: sealed[name] for name in found}
@@ -277,6 +282,14 @@ def read_progress(path: Path, identity: Identity) -> RunState:
     Raises:
         CheckpointError: it is of another flow, seed or data set.
     """
+    files = _read_manifest(path, GO_BACK)
+    if absent := [name for name in (PROGRESS, STATES) if name not in files]:
+        raise CheckpointError(
+            f"Checkpoint {path} is damaged: its {MANIFEST} does not list all of it",
+            expected=", ".join(absent),
+            received=f"{len(files)} files",
+            do=GO_BACK,
+        )
     raw = json.loads((path / PROGRESS).read_text())
     found = Identity(**raw["identity"])
     for what, expected, received in (
@@ -291,8 +304,8 @@ def read_progress(path: Path, identity: Identity) -> RunState:
                 received=f"{received}, of the run that wrote it",
                 do="resume with what the run was started with, or start anew in another --out",
             )
-    carried = path / CARRIED
-    return RunState(**raw["progress"], carried=pickle.loads(carried.read_bytes()) if carried.exists() else {})
+    carried = pickle.loads((path / CARRIED).read_bytes()) if CARRIED in files else {}
+    return RunState(**raw["progress"], carried=carried)
 
 
 def load_checkpoint(

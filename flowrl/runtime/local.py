@@ -30,7 +30,7 @@ from flowrl.runtime.evaluation import EvaluationResult, evaluate, load_evaluatio
 from flowrl.runtime.interpreter import Iteration, run_iteration
 from flowrl.runtime.metrics import MetricsLog, SampleLog, sample_rows
 from flowrl.runtime.progress import Progress as Display
-from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost
+from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, is_told
 from flowrl.runtime.run_folder import RunFolder
 from flowrl.runtime.run_state import EvaluationPlan, Outcome, RunState, Settings, Status
 from flowrl.runtime.signals import Stop, stop_on_signals
@@ -153,7 +153,7 @@ class LocalRuntime:
             try:
                 status = self._loop(metrics, samples, display, stop, started)
             except BaseException as error:  # a checkpoint that was begun gets its end
-                if not is_lost(error):
+                if is_told(error) or not is_lost(error):
                     self.background.abandon(self.ranks.deadline)
                 raise
         evaluations = sorted((r for results in self.results.values() for r in results), key=lambda r: r.step)

@@ -201,11 +201,16 @@ class Ranks:
         """What rank 0 has."""
         return self.once(lambda: value)
 
-    def require_same(self, what: Mapping[str, Any]) -> None:
+    def require_same(
+        self,
+        what: Mapping[str, Any],
+        do: str = "take it from an argument or a file, not from the time, the process or a random number",
+    ) -> None:
         """Refuse to go on with ranks that are at different things. Every rank calls it.
 
         Args:
             what: by name, what must be equal.
+            do: what a user does about it.
 
         Raises:
             FlowError: names what is not.
@@ -218,7 +223,7 @@ class Ranks:
                         f"Rank {rank} would run something else than rank 0: {name} differs",
                         expected=f"{first.get(name)!r}, as on rank 0",
                         received=repr(found.get(name)),
-                        do="take it from an argument or a file, not from the time, the process or a random number",
+                        do=do,
                     )
                     raise _told_by(error, 0, self.size)
 

@@ -122,9 +122,12 @@ class TransformersEngine:
         Raises:
             ModelError: see :func:`flowrl.runtime.engines.transformers_loading.load_module`, and where attention is asked for that
                 cannot be had here.
+            FlowError: a live model that is another one on another rank.
         """
         device = _device(model, options)
         module: Any = load_module(model, device)
+        if options.ranks.size > 1 and is_live(model.source):
+            state.require_same(module, model, options.ranks)
         if options.ranks.size > 1 and is_live(model.source) and model.lora is None:
             module = copy.deepcopy(module)  # it is taken apart; what was given stays whole, and is not trained
         if model.quantization is None:  # what is quantised was loaded to its place

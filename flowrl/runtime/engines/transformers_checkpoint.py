@@ -97,7 +97,7 @@ def _check(engine: TransformersEngine, folder: Path, there: Mapping[str, Any], n
     weights, trained = live_tensors(engine), {name for name, _ in engine.trained_parameters()}
     to_come = tuple(f"{HEAD_PREFIX}{head}." for head in new_heads)
     problems = [f"{name} is missing" for name in weights if WEIGHT + name not in there]
-    for full_name, (shape, _) in there.items():
+    for full_name, (shape, dtype) in there.items():
         kind, _, name = full_name.partition("/")
         name = name.partition("/")[2] if kind == "optimizer" else name
         if name.startswith(to_come):
@@ -106,6 +106,8 @@ def _check(engine: TransformersEngine, folder: Path, there: Mapping[str, Any], n
             problems.append(f"{name} is unknown")
         elif kind == "weights" and shape != weights[name].shape:
             problems.append(f"{name} has shape {list(shape)}, not {list(weights[name].shape)}")
+        elif kind == "weights" and dtype != weights[name].dtype:
+            problems.append(f"{name} is {_short(dtype)}, not {_short(weights[name].dtype)}")
         elif kind == "optimizer" and name not in trained:
             problems.append(f"{name} has an optimiser, and is not trained here")
     if problems:
@@ -115,6 +117,10 @@ def _check(engine: TransformersEngine, folder: Path, there: Mapping[str, Any], n
             expected=f"its {len(weights)} tensors",
             received="; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else ""),
         )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # -- the optimiser -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from flowrl.runtime.engines import transformers_merging as merging
 from flowrl.runtime.engines.transformers_loading import VALUE_HEADS, quiet
 
 if TYPE_CHECKING:
+    from flowrl.models import Model
     from flowrl.runtime.engines.transformers import TransformersEngine
+    from flowrl.runtime.ranks import Ranks
 
 HEAD_PREFIX = "value_heads."
 
@@ -40,6 +43,22 @@ def _tensors_of_module(engine: TransformersEngine) -> dict[str, Tensor]:
             seen.add(id(tensor))
             found[name] = tensor
     return found
+
+
+def require_same(module: torch.nn.Module, model: Model, ranks: Ranks) -> None:
+    """Refuse a live model whose numbers are others on other ranks: each made its own, from its own random numbers.
+
+    Raises:
+        FlowError: it names the Model.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    ranks.require_same(
+        {f"the live model of {model.name!r}": f"SHA-256 {digest.hexdigest()[:12]}"},
+        do="seed what makes it (torch.manual_seed) in the same way on every rank, or load it from a folder",
+    )
 
 
 def aliases(engine: TransformersEngine) -> dict[str, str]:
