@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from flowrl.compiler.plan import Program
+from flowrl.compiler.plan import Program, describe_strategy
 from flowrl.models import BaseModel, State
 
 
@@ -41,10 +41,20 @@ def layout(program: Program, num_ranks: int | None = None) -> dict[str, str]:
         "device": program.plan.device,
         "threads": str(torch.get_num_threads()),
         "ranks": str(num_ranks),
-        "strategies": "; ".join(f"{m.name}: {m.strategy}" for m in program.plan.models) if num_ranks > 1 else "none",
+        "strategies": _strategies(program, num_ranks),
         "micro_batch_tokens": str(program.plan.micro_batch_tokens),
         "torch": torch.__version__,
     }
+
+
+def _strategies(program: Program, num_ranks: int) -> str:
+    """How Models are held over ranks, in words; of those that are held alike, once."""
+    if num_ranks == 1:
+        return "those of one rank"
+    by_text: dict[str, list[str]] = {}
+    for model in program.plan.models:
+        by_text.setdefault(describe_strategy(model.strategy, num_ranks), []).append(model.name)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
 
 
 def settings_of(program: Program) -> dict[str, str]:

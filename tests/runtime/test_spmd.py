@@ -76,7 +76,7 @@ def test_one_run_folder_and_whole_weights_in_it(local: Path, spmd: Path) -> None
     from safetensors.torch import load_file
 
     run = json.loads((spmd / "none" / "run.json").read_text())
-    assert run["layout"]["ranks"] == "2" and "sharding='none'" in run["layout"]["strategies"]
+    assert run["layout"]["ranks"] == "2" and "2 data-parallel ranks, a copy on each" in run["layout"]["strategies"]
     plan = json.loads((spmd / "none" / "plan.json").read_text())
     assert plan["num_devices"] == 2
     assert {p.name for p in (local / "run").iterdir()} <= {p.name for p in (spmd / "none").iterdir()}
@@ -120,6 +120,7 @@ def test_a_step_of_ranks_is_replayed_alone(spmd: Path) -> None:
     assert replayed.recorded.keys() == replayed.replayed.keys()
     assert [k for k, v in replayed.recorded.items() if not close(v, replayed.replayed[k])] == []
     assert "ranks from 2 to 1" in replayed.differences
+    assert replayed.equal and "equal up to the order of sums" in replayed.table()
 
 
 def test_the_deadline_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
