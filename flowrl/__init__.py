@@ -4,6 +4,7 @@ Compose an :class:`RLFlow` of nodes, check it, run it. ``import flowrl`` is ligh
 loaded when something runs.
 """
 
+from flowrl.adapters import LoRA
 from flowrl.batches import (
     Advantages,
     Batch,
@@ -27,6 +28,7 @@ from flowrl.batches import (
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.compile import compile
 from flowrl.compiler.plan import Plan, Program
+from flowrl.compiler.strategy import Strategy
 from flowrl.context import report, step
 from flowrl.errors import FlowError
 from flowrl.flow import RLFlow, WeightEdge
@@ -135,6 +137,7 @@ __all__ = [
     "Advantages",
     "Batch",
     "Cluster",
+    "Strategy",
     "Demonstrations",
     "Ema",
     "Evaluation",
@@ -144,6 +147,7 @@ __all__ = [
     "FlowError",
     "Frozen",
     "ImportanceWeights",
+    "LoRA",
     "LogprobOrigin",
     "Model",
     "OldLogprobs",

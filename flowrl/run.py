@@ -18,10 +18,11 @@ from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.compile import DEFAULT_MICRO_BATCH_TOKENS, Strategies, compile
 from flowrl.compiler.plan import Program
 from flowrl.compiler.strategy import Strategy
-from flowrl.errors import CheckpointError, FlowError, nearest
+from flowrl.errors import FlowError, nearest
 from flowrl.flow import RLFlow
 from flowrl.models import Model
-from flowrl.preflight import check_names, check_prompts, check_recorded, check_settings, data_of
+from flowrl.preflight import check_names, check_settings, data_of
+from flowrl.preparation import prepare
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from flowrl.runtime.local import LocalRuntime
     from flowrl.runtime.ranks import Ranks
     from flowrl.runtime.run_state import EvaluationPlan, Outcome
+
+#: Seconds that a checkpoint which is being written gets to its end, where another rank's failure ends this process.
+LAST_CHECKPOINT = 20.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ def run(
     evaluations: Sequence[Evaluation] = (),
     checkpoint_every: int | None = 50,
     keep_last: int = 2,
+    async_checkpoints: bool = True,
     keep_best: str | None = None,
     time_limit: float | None = None,
     max_nonfinite_steps: int = 3,
@@ -174,6 +179,7 @@ def run(
         evaluations: flows without an updater on held-out data.
         checkpoint_every: steps between checkpoints; None only at the end. One is always written when a run ends cleanly.
         keep_last: how many checkpoints to keep.
+        async_checkpoints: checkpoints are copied in host memory, and written while training goes on; else it waits for them.
         keep_best: a metric such as "eval/heldout/pass@1": the checkpoint where it was highest is kept too.
         time_limit: seconds after which the run ends cleanly, with a checkpoint; no step is begun that would end later, going
             by the slowest one so far.
@@ -218,6 +224,7 @@ def run(
             seed=seed,
             checkpoint_every=checkpoint_every,
             keep_last=keep_last,
+            async_checkpoints=async_checkpoints,
             keep_best=keep_best,
             time_limit=time_limit,
             max_nonfinite_steps=max_nonfinite_steps,
@@ -264,7 +271,7 @@ def _run(local: LocalRuntime, *, resume: bool, started: float, export: bool, rep
     with contextlib.ExitStack() as holding:
         ranks.alone(lambda: holding.enter_context(folder.held()))
         with _discarded_on_error(local, resume, existed):
-            notes = _prepare(local, resume)
+            notes = prepare(local, resume)
         with _status_on_error(local):
             outcome = local.run(resume=resume, started=started, notes=notes)
             result = RunResult(
@@ -358,7 +365,12 @@ def _status_on_error(local: LocalRuntime) -> Iterator[None]:
                 local.folder.write_manifest(status=status, error=text)
 
     if local.ranks.watch is not None:
-        local.ranks.watch.on_end = lambda text: note("failed", text)
+
+        def end(text: str) -> None:
+            local.background.abandon(LAST_CHECKPOINT)
+            note("failed", text)
+
+        local.ranks.watch.on_end = end
     try:
         yield
     except BaseException as error:
@@ -369,99 +381,6 @@ def _status_on_error(local: LocalRuntime) -> Iterator[None]:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             note(status, text_of(error))
         raise
-
-
-def _prepare(local: LocalRuntime, resume: bool) -> list[str]:
-    """Everything between a checked flow and the first step, on every rank; sentences for the user."""
-    from flowrl.runtime.disk import disk_errors
-    from flowrl.runtime.saved_run import save_run
-
-    folder, ranks = local.folder, local.ranks
-    known = ranks.once(lambda: folder.read_manifest() if resume else {})
-    if resume:
-        ranks.once(local.check_resume)
-    local.open()
-    ranks.enter("looking at the data and the weights")
-    ranks.once(lambda: _check_rows(local))
-    weights, needed = _weigh(local, known.get("weights", {}))
-    notes = ranks.once(lambda: _write_beginning(local, known, weights, needed))
-    with disk_errors(folder.path):
-        reason = save_run(local)
-    ranks.once(lambda: folder.write_manifest(not_replayable=reason))
-    if reason:
-        notes.append(f"This run cannot be replayed, because it cannot be pickled: {reason}")
-    return notes
-
-
-def _check_rows(local: LocalRuntime) -> None:
-    for each, sets in [(local.program, local.data), *((p.program, p.data) for p in local.evaluations)]:
-        check_prompts(local, each, sets)
-        check_recorded(local, each, sets)
-
-
-def _write_beginning(local: LocalRuntime, known: Mapping[str, Any], weights: dict[str, str], needed: int) -> list[str]:
-    """Write what is run, and with what; what is other than it was when the run began."""
-    from flowrl.runtime.atomic import write_atomically
-    from flowrl.runtime.disk import disk_errors
-    from flowrl.runtime.manifest import changes, environment, layout, settings_of
-
-    folder, program = local.folder, local.program
-    folder.require_space(needed)
-    made = {"layout": layout(program), "settings": settings_of(program)}
-    notes = [
-        f"Changed since the run began: {text}."
-        for key, now in made.items()
-        for text in changes(known.get(key, now), now)
-    ]
-    began = {key: value for key, value in {"weights": weights, **made}.items() if key not in known}
-    folder.write_manifest(
-        name=local.settings.title,
-        status="running",
-        num_steps=local.settings.num_steps,
-        seed=local.settings.seed,
-        flow=program.plan.structure,
-        environment=environment(),
-        error="",
-        **began,
-    )
-    with disk_errors(folder.path):
-        write_atomically(folder.plan, program.plan.to_json().encode())
-    return notes
-
-
-def _weigh(local: LocalRuntime, known: Mapping[str, str]) -> tuple[dict[str, str], int]:
-    """SHA-256 of the weights of every Model that is not derived, as they were loaded, and the bytes that the run's
-    checkpoints will need.
-
-    Raises:
-        CheckpointError: a Model, or the base of an adapter, that no checkpoint holds has changed since the run began.
-    """
-    from flowrl.runtime.checkpoint import list_checkpoints
-
-    digests: dict[str, str] = {}
-    checkpoint = frozen = 0
-    for name, model in local.models.items():
-        if isinstance(model, Model):
-            size, digests[name] = local.weights(model)
-            in_checkpoints = name in local.changing and model.lora is None
-            if not in_checkpoints and known.get(name, digests[name]) != digests[name]:
-                raise CheckpointError(
-                    f"Model {name!r} has other weights than when the run began",
-                    expected="what it was loaded from, unchanged: no checkpoint holds a Model that is not trained, or a base",
-                    received=f"others in {model.source!r}",
-                    do="bring the old weights back, or start anew in another --out",
-                )
-            if model.lora is not None or model.quantization is not None:  # of these the adapter alone is kept
-                engine: Any = local.bindings.engines[model]
-                size = sum(t.numel() * t.element_size() for _, t in engine.adapter_weights())
-            derived = [m for m in local.models.values() if getattr(m, "base", None) is model]
-            # a trained Model has two moments a weight in the optimiser, a derived one none
-            checkpoint += 3 * size * (name in local.changing) + size * sum(m.name in local.changing for m in derived)
-            frozen += size * sum(m.name in local.frozen for m in derived)
-    there = local.ranks.once(lambda: len(list_checkpoints(local.folder.checkpoints)))
-    kept = local.ranks.once(local.folder.frozen.exists)
-    to_come = max(1, local.settings.keep_last + 1 - there)
-    return digests, checkpoint * to_come + (0 if kept else frozen)
 
 
 # -- what a run leaves behind ----------------------------------------------------------------------------------------
@@ -475,7 +394,8 @@ def _finish(local: LocalRuntime, outcome: Outcome, result: RunResult, *, export:
         for model in local.changing.values():
             if isinstance(model, Model):
                 ranks.enter(f"exporting Model {model.name!r}")
-                replace_folder(folder.export / model.name, local.bindings.engines[model].export, ranks)
+                engine = local.bindings.engines[model]
+                replace_folder(folder.export / model.name, lambda target, _, e=engine: e.export(target), ranks)
     ranks.enter("writing the report")
     if report:
         ranks.once(lambda: _write_report(local, result))

@@ -8,6 +8,7 @@ number.
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from common import NUMBER, number_reward, smollm2, sums
 
@@ -26,7 +27,9 @@ from flowrl import (
     recipe,
     source,
 )
-from flowrl.runtime.evaluation import EvaluationResult
+
+if TYPE_CHECKING:
+    from flowrl.runtime.evaluation import EvaluationResult
 
 
 @recipe

@@ -55,11 +55,26 @@ def one_rank_raises(say: Any, pids: str) -> dict[str, Any]:
     raise ValueError("no numbers")
 
 
+def meet_and_wait(say: Any, folder: str) -> dict[str, Any]:
+    """Ranks that join, say so in a file each, and sleep."""
+    from flowrl.runtime.ranks import Ranks
+
+    ranks = Ranks.join(120)
+    say("sleeping")
+    with open(os.path.join(folder, str(ranks.rank)), "w"):
+        pass
+    time.sleep(600)
+    return {}
+
+
 class Broken(Installed):
     """This environment, with companions that were built for another torch, and without what is quick to leave out."""
 
     fakes = {"torchvision": "0.99+cu999", "xformers": "0.1"}  # noqa: RUF012
-    hidden = ("reasoning-gym", "tensorboard", "matplotlib", "ipykernel", "ipython", "nbclient", "nbformat")
+    hidden = (
+        "reasoning-gym", "tensorboard", "matplotlib", "ipykernel", "ipython", "nbclient", "nbformat", "peft", "bitsandbytes",
+        "accelerate",
+    )  # fmt: skip
 
     def version(self, name: str) -> str | None:
         return None if name in self.hidden else self.fakes.get(name) or super().version(name)

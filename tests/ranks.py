@@ -36,6 +36,8 @@ SUITES = {
     "conversation": ("tests.runtime.test_ranks:conversation", "runtime/test_ranks.py"),
     "spmd": ("tests.runtime.spmd_scenarios:everything", "runtime/test_spmd.py"),
     "layouts": ("tests.laws.layouts_of_ppo:on_two_ranks", "laws/test_layouts.py"),
+    "checkpoints": ("tests.runtime.test_tensor_files:on_ranks", "runtime/test_tensor_files.py"),
+    "adapters": ("tests.runtime.engines.test_adapters:on_two_ranks", "runtime/engines/test_adapters.py"),
     "shards": ("tests.runtime.engines.test_shards:on_two_ranks", "runtime/engines/test_shards.py"),
 }
 MARK = "FLOWRL_TEST_LAUNCH"

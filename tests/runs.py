@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import flowrl
 from flowrl.runtime.metrics import read_metrics
+from flowrl.runtime.tensor_files import contents
 from tests.flows import prompts
 
 
@@ -32,9 +35,21 @@ def training(folder: Path | flowrl.RunResult) -> list[dict[str, Any]]:
 
 
 def checkpoint_weights(folder: Path, step: int) -> dict[str, bytes]:
-    """By Model, the weights in a checkpoint, byte for byte."""
+    """By Model and name, the weights in a checkpoint, byte for byte."""
     models = folder / "checkpoints" / f"step-{step:06d}" / "models"
-    return {p.parent.name: p.read_bytes() for p in sorted(models.glob("*/weights.safetensors"))}
+    found = {
+        f"{place.name}/{name}": tensor.numpy().tobytes()
+        for place in sorted(models.iterdir())
+        for name, tensor in saved_weights(place).items()
+    }
+    assert found, f"{models} holds no weights"
+    return found
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """By name, the weights that an engine has saved in a folder."""
+    found = contents(folder)
+    return {name.removeprefix("weights/"): t for name, t in found.items() if name.startswith("weights/")}
 
 
 def checkpoints(folder: Path) -> list[int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -15,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import flowrl.calibrate
-from flowrl.calibrate import busy_notes, calibrate, check_writable
+from flowrl.calibrate import busy_notes, calibrate, check_writable, unsteady_notes
 from flowrl.calibration import SCHEMA, UNITS, Calibration, Rate, default_path
 from flowrl.cli import run_command
 from flowrl.diagnostics import engine_rates, hardware_rates
+from flowrl.diagnostics.display import print_calibration
 from flowrl.diagnostics.rates import Effort, rate, repeat
 from flowrl.errors import FlowError, ModelError, RunFolderError, UnsupportedError
 from flowrl.machine import Gpu, Machine
@@ -89,6 +93,10 @@ def test_a_long_warm_up_is_cut_short() -> None:
 # -- what is measured ---------------------------------------------------------------------------------------------------------
 
 
+#: What the fixture below was shown.
+SHOWN: list[str] = []
+
+
 @pytest.fixture(scope="module")
 def measured() -> Calibration:
     """Everything but the links, on the tiny model, with sizes of nothing and a clock that ticks."""
@@ -97,7 +105,13 @@ def measured() -> Calibration:
         patch.setattr(hardware_rates, "MEMORY_BYTES", {"cpu": 1 << 20})
         shape = engine_rates.Shape(sampled_rows=(1, 3), prompt_tokens=5, new_tokens=4, rows=2, row_tokens=12)
         patch.setattr(engine_rates, "QUICK_SHAPE", shape)
-        return calibrate(quick=True, device="cpu", effort=LITTLE, with_links=False, clock=Clock())
+        SHOWN.clear()
+        return calibrate(quick=True, device="cpu", effort=LITTLE, with_links=False, clock=Clock(), show=SHOWN.append)
+
+
+def test_one_sees_how_much_is_to_come(measured: Calibration) -> None:
+    assert [text.partition(":")[0] for text in SHOWN] == [f"{i} of 15" for i in range(1, 16)]
+    assert SHOWN[0] == "1 of 15: measuring matmul on cpu: dtype float32, n 2" and SHOWN[8] == "9 of 15: loading tiny"
 
 
 def test_work_is_counted_exactly(measured: Calibration) -> None:
@@ -133,12 +147,14 @@ def test_every_number_says_what_it_is(measured: Calibration) -> None:
 
 def test_large_products_are_predicted_and_skipped() -> None:
     """At 16 FLOP a tick, 128 FLOP take 8 ticks and 1024 take 64."""
-    bench = hardware_rates.Bench("cpu", replace(LITTLE, longest=10 * TICK), [], Clock())
+    shown: list[str] = []
+    bench = hardware_rates.Bench("cpu", replace(LITTLE, longest=10 * TICK), [], Clock(), shown.append)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware_rates, "MATMUL_SIZES", {"cpu": (2, 4, 16)})
         found = list(hardware_rates.matmul_rates(bench, "float32"))
     assert [r.conditions["n"] for r in found] == [2, 4]  # 8192 FLOP at 128 a tick: 64 ticks
     assert bench.notes == ["matmul of float32 with n = 16 on cpu: predicted 0.1 s each time"]
+    assert len(shown) == 3 and shown[2] == "leaving out matmul on cpu: dtype float32, n 16"
 
 
 def test_measuring_leaves_weights_as_they_are() -> None:
@@ -205,6 +221,14 @@ def test_a_busy_machine_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (2.0 * cores, 0.0, 0.0))
     assert busy_notes() == [
         f"the load was {2.0 * cores:.1f} on {cores} cores when measuring began: an idle machine has higher rates"
+    ]
+
+
+def test_repetitions_that_lie_far_apart_are_a_note() -> None:
+    steady, wild = rate("copy", 8, [1.0, 1.1, 1.2]), rate("read", 8, [1.0, 2.0, 5.0])
+    assert unsteady_notes([steady, steady]) == []
+    assert unsteady_notes([steady, wild, wild]) == [
+        "repetitions of read lie far apart: something else was at work, or they are too short"
     ]
 
 
@@ -355,10 +379,23 @@ def test_the_command_writes_at_its_end(
     assert run_command(["calibrate", "--out", str(path), "--model", "smollm2", "--quick", "--device", "cpu"]) == 0
     assert given == [("smollm2", True, "cpu")] and Calibration.load(path) == made_up()
     out, err = capsys.readouterr()
-    assert (
-        f"Written to {path}." in out.replace("\n", "") and "683" in out and "FLOP/s" in out and "! links: none" in out
-    )
+    assert f"Written to {path}." in out.replace("\n", "") and "683 FLOP/s" in out and "! links: none" in out
     assert err == "measuring …\n"
+
+
+def test_what_rates_have_in_common_is_said_once(measured: Calibration) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    one, other = rate("generate", 1630, [1.0], model="m", rows=1), rate("generate", 3, [7.0], model="m", rows=2)
+    print_calibration(replace(measured, rates=(*measured.rates, one, other), notes=("[why]",)), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "hardware: cpu, threads" in text and "float32, n 2 " in text and "! [why]" in text
+    assert "1,630 token/s" in text and "0.429 token/s" in text
+    lines = text.splitlines()
+    assert all(sum(r.name == line.split(" ")[0] for line in lines) >= 1 for r in measured.rates)
+    made = replace(measured, rates=(one, other), notes=())
+    console = Console(file=io.StringIO(), width=80)
+    print_calibration(made, console)
+    assert "engine: m" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_interrupted_calibration_writes_nothing(
@@ -384,6 +421,31 @@ def test_a_file_that_cannot_be_written_is_found_first(
     assert f"{tmp_path} is a folder. Expected a file." in capsys.readouterr().err
     with pytest.raises(RunFolderError, match="Cannot write /proc/rates"):
         check_writable(Path("/proc/rates/rates.json"))
+
+
+@pytest.mark.slow
+def test_ranks_of_a_link_measurement_end_with_their_parent(tmp_path: Path) -> None:
+    """Killed outright in the middle, it can end nobody: launcher and ranks end themselves."""
+    from tests.ranks import MARK, _alive
+
+    mark = f"links-{os.getpid()}"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), MARK: mark}
+    code = "from flowrl.diagnostics.trial import run_trial; run_trial('tests.broken_trials:meet_and_wait', dict(folder=%r), "
+    code = code % str(tmp_path) + "deadline=600, num_ranks=2)"
+    parent = subprocess.Popen([sys.executable, "-c", code], env=env)
+    try:
+        until = time.monotonic() + 200
+        while len(list(tmp_path.iterdir())) < 2:
+            assert parent.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        assert len(_alive(mark)) >= 4, "the parent, torchrun and two ranks"
+    finally:
+        parent.kill()
+        parent.wait()
+    until = time.monotonic() + 60
+    while (left := _alive(mark)) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not left
 
 
 @pytest.mark.slow

@@ -219,6 +219,7 @@ def test_bad_input_is_one_message_and_no_traceback(
     assert "runtime is 'locla'; did you mean 'local'?" in bad("--runtime", "locla")
     assert "time_limit is -1" in bad("--time-limit", -1)
     assert "group_size" in bad("--group-size", 1)
+    assert "tiny: attention is 'flash' with products in float32" in bad("--attention", "flash")
     assert "There is no recipe" in refused(capsys, "run", tmp_path / "nothing.py")
     assert "--resume needs the run folder" in refused(capsys, "run", recipe, "--needed", 1, "--resume")
     assert "There is no run to resume" in bad("--resume")

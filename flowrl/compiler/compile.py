@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowrl.adapters import strategy_problems
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.derive import elided_calls
 from flowrl.compiler.plan import (
@@ -29,8 +30,8 @@ from flowrl.weight_edges import follower_label, owner
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 
-#: By Model, or by the name of one.
-Strategies = Mapping[BaseModel | str, Strategy]
+#: By Model, or by the name of one. (Keys of a Mapping are invariant: a dict by names alone would not be one by either.)
+Strategies = Mapping[Any, Strategy]
 
 
 def compile(
@@ -59,6 +60,7 @@ def compile(
     flow.check().raise_if_broken()
     cluster = cluster or Cluster.detect()
     held = strategies_of(flow.models, cluster, strategies or {}, strategy or Strategy())
+    check_teachers(flow, held)
     elided = elided_calls(flow)
     order = flow.execution_order()
     plan = Plan(
@@ -120,8 +122,7 @@ def _planned_models(flow: RLFlow, cluster: Cluster, held: Mapping[str, Strategy]
 
 
 def _planned_model(model: BaseModel, cluster: Cluster, writer: str, strategy: Strategy) -> PlannedModel:
-    base: Any = model.base if isinstance(model, DerivedModel) else model
-    assert isinstance(base, Model), "checks.possible_settings lets no derived Model of a derived one through"
+    base = base_of(model)
     return PlannedModel(
         name=model.name,
         kind=model.kind if model.kind != "policy" else base.kind,
@@ -154,9 +155,9 @@ def strategies_of(
         if name not in known
     ]
     problems += [
-        f"strategies name {name!r}, a head on the weights of {m.base.name!r}; expected the name of that Model"
+        f"strategies name {name!r}, {what} of {m.base.name!r}; expected the name of that Model"
         for name, m in known.items()
-        if name in by_name and isinstance(m, ValueHead)
+        if name in by_name and isinstance(m, DerivedModel) and (what := _shares(m))
     ]
     found = {
         name: by_name.get(name, by_name.get(m.base.name, default) if isinstance(m, DerivedModel) else default)
@@ -166,8 +167,12 @@ def strategies_of(
         if not isinstance(strategy, Strategy):
             problems.append(f"the strategy of {name} is {strategy!r}; expected a flowrl.Strategy")
             continue
-        problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices)]
-        device = getattr(known[name], "device", None) or ""
+        model, own = known[name], base_of(known[name])
+        on, products = own.device or cluster.device, own.autocast or own.dtype
+        problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices, device=on, dtype=products)]
+        of_adapter = strategy_problems(own.lora, own.quantization, strategy, cluster.num_devices)
+        problems += [f"{name}: {text}" for text in of_adapter]
+        device = getattr(model, "device", None) or ""
         if cluster.num_devices > 1 and ":" in device:
             problems.append(f"{name}: device is {device!r}; expected None or a kind of device, one for each rank")
     if problems:
@@ -176,6 +181,41 @@ def strategies_of(
             do=_more_ranks(found, cluster.num_devices),
         )
     return found
+
+
+def check_teachers(flow: RLFlow, held: Mapping[str, Strategy]) -> None:
+    """A loss that compares with another Model runs it on the rows of the Model that is trained, rank by rank.
+
+    Raises:
+        FlowError: the other one's layers are split over ranks that work on different rows; all such pairs.
+    """
+    problems: list[str] = []
+    for call in flow.calls:
+        losses = [ref._call.node for _, ref in call.inputs() if isinstance(ref._call.node, Loss)]
+        others = [spec.model.name for loss in losses if (spec := loss.divergence()) is not None]
+        for student in (t.name for t in call.node.writes() if isinstance(t, BaseModel)):
+            problems += [
+                f"{name}: tensor_parallel is {held[name].tensor_parallel}; expected a divisor of "
+                f"{held[student].tensor_parallel}, that of {student}, with which a loss compares it"
+                for name in others
+                if held[student].tensor_parallel % held[name].tensor_parallel
+            ]
+    if problems:
+        raise FlowError("These strategies do not fit: " + "; ".join(dict.fromkeys(problems)))
+
+
+def base_of(model: BaseModel) -> Model:
+    """The Model whose settings say how the weights are held: itself, or what it was made from."""
+    base = model.base if isinstance(model, DerivedModel) else model
+    assert isinstance(base, Model), "checks.possible_settings lets no derived Model of a derived one through"
+    return base
+
+
+def _shares(model: DerivedModel) -> str:
+    """What a derived Model holds of its base's weights and cannot hold otherwise; empty where it has its own."""
+    if isinstance(model, ValueHead):
+        return "a head on the weights"
+    return "which is held on the base" if model.base.lora or model.base.quantization else ""
 
 
 def _more_ranks(strategies: Mapping[str, Strategy], num_ranks: int) -> str | None:

@@ -208,6 +208,7 @@ def describe_strategy(strategy: Strategy, num_ranks: int) -> str:
     kept = {"layers": "activations of layers computed again", "offload": "inputs of layers kept in host memory"}
     parts += [kept[strategy.activation_checkpointing]] if strategy.activation_checkpointing in kept else []
     parts += ["layers compiled"] if strategy.compile_layers else []
+    parts += [f"{strategy.attention} attention"] if strategy.attention != "auto" else []
     return "; ".join(parts)
 
 

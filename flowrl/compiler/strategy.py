@@ -8,7 +8,14 @@ from typing import Literal, get_args
 
 Sharding = Literal["full", "optimizer", "none", "hybrid"]
 Checkpointing = Literal["none", "layers", "offload"]
-Attention = Literal["auto", "packed", "padded"]
+Attention = Literal["auto", "sdpa", "flex", "flash"]
+
+#: Attention that needs CUDA, and why.
+NEEDS_CUDA = {
+    "flash": "its kernels are written for it",
+    "flex": "elsewhere torch's flex_attention has no backward pass",
+}
+HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,9 @@ class Strategy:
         activation_checkpointing: "layers" keeps only what goes into a layer, and computes the rest again; "offload" also
             moves that to host memory.
         compile_layers: ``torch.compile`` of each layer.
+        attention: over rows of different lengths, in scoring and training. "sdpa": rows are padded within groups of similar
+            length. "flash": flash attention's variable-length kernels, without padding; needs CUDA and 16-bit products.
+            "flex": torch's flex_attention, each shared prompt once; needs CUDA. "auto": flash where it can be used, else sdpa.
     """
 
     tensor_parallel: int = 1
@@ -35,9 +45,18 @@ class Strategy:
     cpu_offload: bool = False
     activation_checkpointing: Checkpointing = "none"
     compile_layers: bool = False
+    attention: Attention = "auto"
 
-    def problems(self, num_ranks: int | None = None) -> Iterable[str]:
-        """Settings that cannot work, a sentence each; with ``num_ranks`` also what does not fit those."""
+    def problems(
+        self, num_ranks: int | None = None, *, device: str | None = None, dtype: str | None = None
+    ) -> Iterable[str]:
+        """Settings that cannot work, a sentence each.
+
+        Args:
+            num_ranks: where given, also what does not fit those.
+            device: where given, also what does not run on it.
+            dtype: of matrix products; where given, also what does not compute in it.
+        """
         if self.tensor_parallel < 1:
             yield f"tensor_parallel is {self.tensor_parallel}; expected at least 1"
         if self.sharding not in get_args(Sharding):
@@ -45,6 +64,7 @@ class Strategy:
         if self.activation_checkpointing not in get_args(Checkpointing):
             known = ", ".join(get_args(Checkpointing))
             yield f"activation_checkpointing is {self.activation_checkpointing!r}; expected one of {known}"
+        yield from self._attention_problems(device, dtype)
         if (self.sharding == "hybrid") != (self.shard_size is not None):
             yield f"shard_size is {self.shard_size} with sharding={self.sharding!r}; expected a number with 'hybrid' alone"
         if self.shard_size is not None and self.shard_size < 1:
@@ -57,3 +77,13 @@ class Strategy:
             elif self.shard_size and (num_ranks // self.tensor_parallel) % self.shard_size:
                 ranks = num_ranks // self.tensor_parallel
                 yield f"shard_size is {self.shard_size}; expected a divisor of the {ranks} data-parallel ranks"
+
+    def _attention_problems(self, device: str | None, dtype: str | None) -> Iterable[str]:
+        if self.attention not in get_args(Attention):
+            yield f"attention is {self.attention!r}; expected one of {', '.join(get_args(Attention))}"
+        kind = (device or "cuda").partition(":")[0]
+        if self.attention in NEEDS_CUDA and kind != "cuda":
+            why = NEEDS_CUDA[self.attention]
+            yield f"attention is {self.attention!r} on {kind}; expected a CUDA device ({why}), or attention='sdpa'"
+        if self.attention == "flash" and dtype is not None and dtype not in HALF:
+            yield f"attention is 'flash' with products in {dtype}; expected Model(autocast='bfloat16'), or attention='sdpa'"

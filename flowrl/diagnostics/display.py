@@ -11,7 +11,9 @@ from rich.table import Table
 from flowrl.diagnostics.packages import TOOLS, Package, pip
 
 if TYPE_CHECKING:
-    from flowrl.calibration import Calibration
+    from collections.abc import Sequence
+
+    from flowrl.calibration import Calibration, Rate
     from flowrl.doctor import Report
 
 _MARKS = {"works": "[green]✓[/]", "not installed": "[dim]–[/]"}
@@ -24,14 +26,20 @@ def print_report(report: Report, console: Console) -> None:
     )
     _print_machine(report, console)
     _print_packages(report, console)
-    table = _table("engines", "", "", "")
+    _print_engines(report, console)
+    _print_places(report, console)
+    _print_problems(report, console)
+
+
+def _print_engines(report: Report, console: Console) -> None:
+    console.print("[bold]engines[/]")
+    widths = [max((len(getattr(e, name)) for e in report.engines), default=0) for name in ("name", "status")]
     for engine in report.engines:
         mark = _MARKS.get(engine.status, "[red]✗[/]")
         detail = engine.detail or (engine.do if engine.status == "not installed" else "")
-        table.add_row(mark, engine.name, engine.status, escape(detail))
-    console.print(table)
-    _print_places(report, console)
-    _print_problems(report, console)
+        columns = f"{engine.name:<{widths[0]}}  {engine.status:<{widths[1]}}"
+        # Not folded: what is to be typed can be copied as one line.
+        console.print(f"{mark}  {columns}  {escape(detail)}".rstrip(), soft_wrap=True, highlight=False)
 
 
 def _print_machine(report: Report, console: Console) -> None:
@@ -54,14 +62,14 @@ def _print_machine(report: Report, console: Console) -> None:
     if torch:
         built = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else "no GPU"
         backends = [name for name in ("gloo", "nccl") if torch[name]]
-        table.add_row(
-            "torch", f"built for {built}; {torch['num_threads']} threads; {' and '.join(backends) or 'no'} backend"
-        )
+        threads = f"{torch['num_threads']} thread{'s' if torch['num_threads'] != 1 else ''}"
+        table.add_row("torch", f"built for {built}; {threads}; {' and '.join(backends) or 'no'} backend")
     console.print(table)
 
 
 def _print_packages(report: Report, console: Console) -> None:
     table = _table("packages", "extra", "packages", "to install")
+    table.columns[2].no_wrap = True  # to be copied as one line
     extras = list(dict.fromkeys(e for p in report.packages for e in p.extras if e not in TOOLS))
     shown: set[tuple[str, ...]] = set()
     for extra in extras:
@@ -117,33 +125,59 @@ def _print_problems(report: Report, console: Console) -> None:
 
 
 def print_calibration(calibration: Calibration, console: Console) -> None:
-    """Every rate, a line each."""
-    table = _table("rates", "rate", "conditions", "median", "half of all between", "repetitions")
+    """Every rate, a line each; what all rates of one kind were measured with is said once, above them."""
+    kinds: dict[str, list[Rate]] = {}
     for rate in calibration.rates:
+        kind = "engine" if "model" in rate.conditions else "links" if "backend" in rate.conditions else "hardware"
+        kinds.setdefault(kind, []).append(rate)
+    for kind, rates in kinds.items():
+        _print_rates(kind, rates, console)
+    for sentence in calibration.notes:
+        console.print(f"[yellow]![/] {escape(sentence)}", soft_wrap=True)
+
+
+def _print_rates(title: str, rates: Sequence[Rate], console: Console) -> None:
+    first = rates[0].conditions
+    common = {n: v for n, v in first.items() if len(rates) > 1 and all(r.conditions.get(n) == v for r in rates)}
+    said = ", ".join(_condition(n, v) for n, v in common.items())
+    table = _table(escape(f"{title}: {said}" if said else title), "rate", "with", "median", "half of all", "times")
+    for rate in rates:
         table.add_row(
             rate.name,
-            escape(", ".join(_condition(n, v) for n, v in rate.conditions.items())),
-            f"{_number(rate.value)}{rate.unit}",
-            f"{_number(rate.low)}– {_number(rate.high)}".rstrip(),
+            escape(", ".join(_condition(n, v) for n, v in rate.conditions.items() if n not in common)),
+            _with_unit(rate.value, rate.unit),
+            f"{_without_unit(rate.low, rate.unit)} – {_without_unit(rate.high, rate.unit)}",
             str(rate.repetitions),
         )
     console.print(table)
-    for sentence in calibration.notes:
-        console.print(f"[yellow]![/] {escape(sentence)}", soft_wrap=True)
 
 
 def _condition(name: str, value: object) -> str:
     if name == "bytes" and isinstance(value, int):
         return _size(value)
+    if name == "parameters":
+        return f"{value:,} parameters"
     return f"{name} {value}" if not isinstance(value, str) else value
 
 
-def _number(value: float) -> str:
-    """With an SI prefix: "61.3 G"."""
+def _with_unit(value: float, unit: str) -> str:
+    """With an SI prefix, "61.3 GB/s"; tokens as they are counted, "1,630 token/s"."""
+    if unit == "token/s":
+        return f"{_rounded(value)} {unit}"
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
-            return f"{value / size:.3g} {prefix}"
-    return f"{value:.3g} "
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def _without_unit(value: float, unit: str) -> str:
+    return _with_unit(value, unit).removesuffix(unit).rstrip()
+
+
+def _rounded(value: float) -> str:
+    """To three digits: "1,630", "44.2"."""
+    text = f"{float(f'{value:.3g}'):,.10f}".rstrip("0")
+    return text.rstrip(".")
 
 
 def _size(number: int) -> str:

@@ -29,7 +29,7 @@ class Bench:
     Args:
         device: "cpu", "cuda" or "cuda:<index>".
         notes: sentences are added of what was not measured.
-        show: is told what is measured now.
+        show: is told of each thing that is measured, or left out.
     """
 
     device: str
@@ -84,6 +84,7 @@ def matmul_rates(bench: Bench, dtype: str) -> Iterator[Rate]:
     for n in MATMUL_SIZES[bench.kind]:
         if fastest and matmul_flop(n) / fastest > bench.effort.longest:
             seconds = matmul_flop(n) / fastest
+            bench.show(f"leaving out matmul on {bench.device}: dtype {dtype}, n {n}")
             bench.notes.append(f"matmul of {dtype} with n = {n} on {bench.device}: predicted {seconds:.1f} s each time")
             continue
         left, right = (torch.randn(n, n, generator=generator).to(bench.device, getattr(torch, dtype)) for _ in range(2))

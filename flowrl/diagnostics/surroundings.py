@@ -21,8 +21,8 @@ VARIABLES = (
 )  # fmt: skip
 #: And all that begin so.
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "RAY_", "VLLM_", "FLOWRL_")
-#: Names whose values nobody should see in a pasted report.
-_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+#: Ends of words in names whose values nobody should see in a pasted report.
+_SECRET = ("TOKEN", "TOKENS", "KEY", "KEYS", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIALS")
 #: With less than this, the first checkpoint of a small model does not fit.
 LITTLE_BYTES = 5 << 30
 
@@ -89,7 +89,7 @@ def variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Of the variables that matter, those that are set."""
     env = os.environ if env is None else env
     names = [*(n for n in VARIABLES if n in env), *sorted(n for n in env if n.startswith(PREFIXES))]
-    return {n: "(set)" if any(word in n for word in _SECRET) else env[n] for n in names}
+    return {n: "(set)" if any(word.endswith(_SECRET) for word in n.split("_")) else env[n] for n in names}
 
 
 def variable_problems(found: Mapping[str, str], num_usable_cores: int) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flowrl.errors import FlowError
 
@@ -100,6 +100,37 @@ def transformers(say: Say, device: str) -> dict[str, Any]:
         changed = any(not torch.equal(before[name], tensor.detach().cpu()) for name, tensor in engine.weights())
         _expect(changed, "weights that a step changes", "the same weights")
     return {"device": device, "logprob_gap": gap, "grad_norm": float(done.grad_norm)}
+
+
+def adapters(say: Say, device: str) -> dict[str, Any]:
+    """Train an adapter on a base in 4 bits, on a tiny model in a folder: bitsandbytes imports also where its kernels fail."""
+    say("importing torch, transformers, peft and bitsandbytes")
+    import torch
+
+    from flowrl.adapters import LoRA
+    from flowrl.context import Bindings, step, use_bindings
+    from flowrl.diagnostics.rows import demonstrations, random_prompts, sft_rows
+    from flowrl.models import Model
+    from flowrl.nodes.updater import AdamW
+    from flowrl.runtime.worker import open_engine
+    from flowrl.tiny import tiny_folder
+
+    with tempfile.TemporaryDirectory() as name, use_bindings(Bindings(open_engine)), step(seed=0):
+        say(f"loading a tiny model in 4 bits on {device}")
+        model = Model(tiny_folder(Path(name)), name="tiny", lora=LoRA(rank=4), quantization="nf4", device=device)
+        engine, reference = (cast(Any, m.bound_engine()) for m in (model, model.frozen()))
+        rows = demonstrations(random_prompts(2, 4, 256), random_prompts(2, 8, 256, seed=1))
+        say(f"training two steps of an adapter on {device}")
+        before = reference.logprobs(rows).logprobs.values
+        norms = []
+        for _ in range(2):
+            done = engine.train_step([sft_rows(engine, rows)], AdamW(learning_rate=1e-2), max_grad_norm=1.0)
+            norms.append(float(done.grad_norm))
+            _expect(math.isfinite(norms[-1]) and norms[-1] > 0, "the gradient", norms[-1])
+        after = engine.logprobs(rows).logprobs.values
+        _expect(bool(torch.isfinite(after).all()) and not torch.equal(after, before), "an adapter that learns", after)
+        _expect(torch.equal(reference.logprobs(rows).logprobs.values, before), "a base that stays", "another one")
+    return {"device": device, "grad_norm": norms[-1]}
 
 
 def ranks(say: Say, device: str) -> dict[str, Any]:

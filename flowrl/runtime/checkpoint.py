@@ -8,14 +8,16 @@ the run starts, so that "the weights at step 0" survive a resume whatever become
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowrl.context import Bindings
 from flowrl.errors import CheckpointError, FlowError
@@ -26,7 +28,8 @@ from flowrl.runtime.ranks import ONE_RANK, Ranks
 from flowrl.runtime.run_state import RunState
 
 MANIFEST, PROGRESS, STATES, CARRIED = "manifest.json", "progress.json", "states.pt", "carried.pkl"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+T = TypeVar("T")
 GO_BACK = "delete that folder to go on from the checkpoint before it"
 
 
@@ -39,7 +42,7 @@ class Identity:
     data: Mapping[str, str]
 
 
-def save_checkpoint(
+def checkpoint_writer(
     folder: Path,
     *,
     progress: RunState,
@@ -47,39 +50,64 @@ def save_checkpoint(
     models: Mapping[str, BaseModel],
     states: tuple[State, ...],
     bindings: Bindings,
-) -> Path:
-    """Write ``folder/step-<step>``. Nothing that exists is touched before the new one is whole. Every rank of a run calls it.
+    copy: bool = False,
+) -> Callable[[Ranks], Path]:
+    """What writes ``folder/step-<step>`` of this moment. Nothing that exists is touched before the new one is whole. Every
+    rank of a run calls it, and what it returns, with ranks to talk over.
 
     Args:
         models: by name, those whose engines change during a run.
+        copy: whether all is copied, and so may be written while training goes on.
 
     Raises:
-        RunFolderError: the disk is full or cannot be written.
         FlowError: a State holds what a checkpoint cannot.
+        RunFolderError: of the writer: the disk is full or cannot be written.
     """
+    ranks = bindings.ranks or ONE_RANK
+    final = folder / f"step-{progress.step:06d}"
+    if ranks.once(
+        lambda: (final / MANIFEST).exists()
+    ):  # the same step again, after a resume: whole, and equal by law 4
+        return lambda ranks: final
+    files = ranks.alone(lambda: _small_files(progress, identity, states, bindings))
+    savings = {
+        name: ranks.together(lambda m=model: bindings.engines[m].saving(copy=copy))  # type: ignore[index,misc]
+        for name, model in models.items()
+    }
+
+    def write(target: Path, ranks: Ranks) -> None:
+        for name, saving in savings.items():
+            write_engine(saving, target / "models" / name, ranks)
+        if ranks.is_first:
+            for name, data in files.items():
+                (target / name).write_bytes(data)
+
+    return lambda ranks: write_folder(final, write, ranks)
+
+
+def write_engine(saving: Callable[[Path, Ranks], None], place: Path, ranks: Ranks) -> None:
+    """Write one engine into a new folder. Every rank calls it."""
+    ranks.once(lambda: place.mkdir(parents=True, exist_ok=True))
+    ranks.together(lambda: saving(place, ranks))
+
+
+def _small_files(
+    progress: RunState, identity: Identity, states: tuple[State, ...], bindings: Bindings
+) -> dict[str, bytes]:
+    """By name of the file, all but the engines."""
+    import torch
+
     values = {s.name: bindings.states.get(s, s.init) for s in states}
     for name, value in values.items():
         _check_state(name, value)
-
-    ranks = bindings.ranks or ONE_RANK
-
-    def write(target: Path) -> None:
-        for name, model in models.items():
-            place = target / "models" / name
-            ranks.once(lambda place=place: place.mkdir(parents=True))  # type: ignore[misc]
-            ranks.together(lambda m=model, place=place: bindings.engines[m].save(place))  # type: ignore[index,misc]
-        ranks.once(lambda: write_progress(target))
-
-    def write_progress(target: Path) -> None:
-        import torch
-
-        torch.save(values, target / STATES)
-        if progress.carried:
-            (target / CARRIED).write_bytes(pickle.dumps(progress.carried))
-        numbers = {f.name: getattr(progress, f.name) for f in fields(progress) if f.name != "carried"}
-        (target / PROGRESS).write_text(json.dumps({"progress": numbers, "identity": asdict(identity)}))
-
-    return write_folder(folder / f"step-{progress.step:06d}", write, ranks)
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    numbers = {f.name: getattr(progress, f.name) for f in fields(progress) if f.name != "carried"}
+    found = {
+        STATES: buffer.getvalue(),
+        PROGRESS: json.dumps({"progress": numbers, "identity": asdict(identity)}).encode(),
+    }
+    return found | ({CARRIED: pickle.dumps(progress.carried)} if progress.carried else {})
 
 
 def _check_state(name: str, value: Any) -> None:
@@ -102,71 +130,78 @@ def _check_state(name: str, value: Any) -> None:
         )
 
 
-def write_folder(final: Path, write: Callable[[Path], None], ranks: Ranks = ONE_RANK) -> Path:
+def write_folder(final: Path, write: Callable[[Path, Ranks], None], ranks: Ranks = ONE_RANK) -> Path:
     """Make a folder appear whole or not at all.
 
     Args:
-        write: given the folder to write into, on every rank.
-        ranks: who takes part; all of them see the folder, and rank 0 makes, seals and renames it.
+        write: given the folder to write into, on every rank, and the ranks to talk over.
+        ranks: who takes part; all of them see the folder, and seal its files; rank 0 makes and renames it.
 
     Raises:
         RunFolderError: the disk is full or cannot be written; nothing is left behind.
     """
-    if ranks.once(
-        lambda: (final / MANIFEST).exists()
-    ):  # the same step again, after a resume: whole, and equal by law 4
+    if ranks.once(lambda: (final / MANIFEST).exists()):
         return final
-    temporary = final.with_name(f".{final.name}.writing")
 
-    def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    def on_disk(work: Callable[[], T]) -> T:
+        with disk_errors(final):
+            return work()
 
-    def finish() -> None:
-        files = {str(p.relative_to(temporary)): _seal(p) for p in sorted(temporary.rglob("*")) if p.is_file()}
-        manifest = temporary / MANIFEST
-        manifest.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
-        _seal(manifest)
+    def write_and_seal(target: Path, ranks: Ranks) -> None:
+        ranks.together(lambda: on_disk(lambda: write(target, ranks)))
+        found = ranks.once(lambda: sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file()))
+        my_share = found[ranks.rank :: ranks.size]  # hashing is what takes long
+        mine = ranks.together(lambda: on_disk(lambda: {name: _seal(target / name) for name in my_share}))
+        sealed = {name: seal for part in ranks.everyone(mine) for name, seal in part.items()}
+        if ranks.is_first:
+            files = {name: sealed[name] for name in found}
+            manifest = target / MANIFEST
+            manifest.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=1))
+            _seal(manifest)
+
+    def finish(temporary: Path) -> None:
         os.rename(temporary, final)
         sync_folder(final.parent)
 
-    _written(final, temporary, begin, write, finish, ranks)
+    _written(final, ".writing", write_and_seal, finish, ranks)
     return final
 
 
-def replace_folder(final: Path, write: Callable[[Path], None], ranks: Ranks = ONE_RANK) -> None:
+def replace_folder(final: Path, write: Callable[[Path, Ranks], None], ranks: Ranks = ONE_RANK) -> None:
     """Make a folder new as a whole, in the place of an older one; arguments as for :func:`write_folder`.
 
     Raises:
         RunFolderError: the disk is full or cannot be written; the older one is untouched.
     """
-    new = final.with_name(f".{final.name}.new")
 
-    def begin() -> None:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-
-    def finish() -> None:
+    def finish(new: Path) -> None:
         shutil.rmtree(final, ignore_errors=True)
         os.rename(new, final)
 
-    _written(final, new, begin, write, finish, ranks)
+    _written(final, ".new", write, finish, ranks)
 
 
 def _written(
-    final: Path,
-    temporary: Path,
-    begin: Callable[[], None],
-    write: Callable[[Path], None],
-    finish: Callable[[], None],
-    ranks: Ranks,
+    final: Path, suffix: str, write: Callable[[Path, Ranks], None], finish: Callable[[Path], None], ranks: Ranks
 ) -> None:
-    """Begin and finish on rank 0, write on all; an error leaves nothing behind."""
-    try:
+    """Write into a new folder beside the final one, on all ranks, and finish on rank 0; an error leaves nothing behind."""
+
+    def begin() -> Path:
+        # A name of its own: whoever may still be writing another one of this name cannot be taken for this.
+        temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}{suffix}")
+        for leftover in final.parent.glob(f".{final.name}.*{suffix}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def on_disk(work: Callable[[], T]) -> T:
         with disk_errors(final):
-            ranks.once(begin)
-            ranks.together(lambda: write(temporary))
-            ranks.once(finish)
+            return work()
+
+    temporary = ranks.once(lambda: on_disk(begin))
+    try:
+        ranks.together(lambda: on_disk(lambda: write(temporary, ranks)))
+        ranks.once(lambda: on_disk(lambda: finish(temporary)))
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -192,12 +227,19 @@ def step_of(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def verify(path: Path, advice: str = GO_BACK) -> None:
-    """Check every file of a checkpoint against its manifest.
+def verify(path: Path, advice: str = GO_BACK, ranks: Ranks = ONE_RANK) -> None:
+    """Check every file of a checkpoint against its manifest. Every rank calls it, and reads its share.
 
     Raises:
         CheckpointError: a file is missing, cut or changed; it is named.
     """
+    files = ranks.once(lambda: _read_manifest(path, advice))
+    mine = list(files)[ranks.rank :: ranks.size]
+    ranks.together(lambda: [_verify_file(path, name, *files[name], advice) for name in mine])
+
+
+def _read_manifest(path: Path, advice: str) -> dict[str, tuple[int, str]]:
+    """By name, size and SHA-256 of each file."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
@@ -212,18 +254,21 @@ def verify(path: Path, advice: str = GO_BACK) -> None:
             received=f"schema {manifest.get('schema_version')}",
             do="resume it with the flowrl that wrote it",
         )
-    for name, (size, digest) in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"Checkpoint {path} is damaged", expected=name, received="no such file", do=advice)
-        found = file.stat().st_size
-        if found != size or _digest(file) != digest:
-            raise CheckpointError(
-                f"Checkpoint {path} is damaged: {name} has changed",
-                expected=f"{size} bytes, SHA-256 {digest[:12]}…",
-                received=f"{found} bytes" + (", SHA-256 of another content" if found == size else ""),
-                do=advice,
-            )
+    return files
+
+
+def _verify_file(path: Path, name: str, size: int, digest: str, advice: str) -> None:
+    file = path / name
+    if not file.is_file():
+        raise CheckpointError(f"Checkpoint {path} is damaged", expected=name, received="no such file", do=advice)
+    found = file.stat().st_size
+    if found != size or _digest(file) != digest:
+        raise CheckpointError(
+            f"Checkpoint {path} is damaged: {name} has changed",
+            expected=f"{size} bytes, SHA-256 {digest[:12]}…",
+            received=f"{found} bytes" + (", SHA-256 of another content" if found == size else ""),
+            do=advice,
+        )
 
 
 def _digest(path: Path) -> str:
@@ -232,12 +277,19 @@ def _digest(path: Path) -> str:
 
 
 def read_progress(path: Path, identity: Identity) -> RunState:
-    """Verify a checkpoint whole, and that it is of this run; where it stands.
+    """Where a verified checkpoint stands.
 
     Raises:
-        CheckpointError: it is damaged, or of another flow, seed or data set.
+        CheckpointError: it is of another flow, seed or data set.
     """
-    verify(path)
+    files = _read_manifest(path, GO_BACK)
+    if absent := [name for name in (PROGRESS, STATES) if name not in files]:
+        raise CheckpointError(
+            f"Checkpoint {path} is damaged: its {MANIFEST} does not list all of it",
+            expected=", ".join(absent),
+            received=f"{len(files)} files",
+            do=GO_BACK,
+        )
     raw = json.loads((path / PROGRESS).read_text())
     found = Identity(**raw["identity"])
     for what, expected, received in (
@@ -252,8 +304,8 @@ def read_progress(path: Path, identity: Identity) -> RunState:
                 received=f"{received}, of the run that wrote it",
                 do="resume with what the run was started with, or start anew in another --out",
             )
-    carried = path / CARRIED
-    return RunState(**raw["progress"], carried=pickle.loads(carried.read_bytes()) if carried.exists() else {})
+    carried = pickle.loads((path / CARRIED).read_bytes()) if CARRIED in files else {}
+    return RunState(**raw["progress"], carried=carried)
 
 
 def load_checkpoint(
@@ -272,6 +324,7 @@ def load_checkpoint(
     import torch
 
     ranks = bindings.ranks or ONE_RANK
+    verify(path, ranks=ranks)
     progress = ranks.once(lambda: read_progress(path, identity))
     for name, model in models.items():
         place = path / "models" / name
@@ -288,8 +341,8 @@ def load_checkpoint(
 def save_frozen(folder: Path, models: Mapping[str, Frozen], bindings: Bindings) -> None:
     """Write the weights of frozen models once, at the start of a run. Every rank of it calls it."""
     for name, model in models.items():
-        save: Callable[[Path], None] = bindings.engines[model].save  # type: ignore[index]
-        write_folder(folder / name, save, bindings.ranks or ONE_RANK)
+        saving = bindings.engines[model].saving(copy=False)  # type: ignore[index]
+        write_folder(folder / name, saving, bindings.ranks or ONE_RANK)
 
 
 def load_frozen(folder: Path, models: Mapping[str, Frozen], bindings: Bindings) -> None:
@@ -301,7 +354,7 @@ def load_frozen(folder: Path, models: Mapping[str, Frozen], bindings: Bindings) 
     for name, model in models.items():
         ranks = bindings.ranks or ONE_RANK
         advice = "restore it from a copy of the run folder, or start anew: nothing else holds it"
-        ranks.once(lambda name=name, advice=advice: verify(folder / name, advice))  # type: ignore[misc]
+        verify(folder / name, advice, ranks)
         ranks.together(lambda m=model, name=name: bindings.engines[m].load(folder / name))  # type: ignore[index,misc]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from flowrl.batches import Batch
 from flowrl.nodes.loss import LossTerm
 from flowrl.runtime.checkpoint import write_folder
+from flowrl.runtime.ranks import Ranks
 
 
 def dump_edges(folder: Path, values: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -25,7 +26,7 @@ def dump_edges(folder: Path, values: Mapping[str, Any]) -> list[tuple[str, str]]
 
     failed: list[tuple[str, str]] = []
 
-    def write(target: Path) -> None:
+    def write(target: Path, _: Ranks) -> None:
         for label, value in values.items():
             if not isinstance(value, Batch) or isinstance(value, LossTerm):  # a term is its inputs, which are there
                 continue

@@ -16,7 +16,7 @@ from flowrl.errors import FlowError
 from flowrl.nodes.source import Source
 from flowrl.runtime.checkpoint import step_of, verify, write_folder
 from flowrl.runtime.interpreter import run_iteration
-from flowrl.runtime.ranks import ONE_RANK
+from flowrl.runtime.ranks import ONE_RANK, Ranks
 
 if TYPE_CHECKING:
     from flowrl.runtime.run_state import EvaluationPlan
@@ -142,7 +142,7 @@ def save_evaluation(folder: Path, result: EvaluationResult, *, kept: set[int]) -
     """
     import pyarrow as pa
 
-    def write(target: Path) -> None:
+    def write(target: Path, _: Ranks) -> None:
         for name, batch in (("rollouts", result.rollouts), ("rewards", result.rewards)):
             table = batch.to_arrow()
             with pa.OSFile(str(target / f"{name}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:

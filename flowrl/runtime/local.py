@@ -14,7 +14,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from flowrl.compiler.plan import Program
 from flowrl.errors import CheckpointError, ExhaustedError, FlowError, NonFiniteError, UnsupportedError, nearest
 from flowrl.models import BaseModel, DerivedModel, Ema, Frozen, Model, Snapshot, State
 from flowrl.runtime import checkpoint as ckpt
+from flowrl.runtime.background import Background
 from flowrl.runtime.dumps import dump_edges
 from flowrl.runtime.evaluation import EvaluationResult, evaluate, load_evaluations, save_evaluation
 from flowrl.runtime.interpreter import Iteration, run_iteration
 from flowrl.runtime.metrics import MetricsLog, SampleLog, sample_rows
 from flowrl.runtime.progress import Progress as Display
-from flowrl.runtime.ranks import ONE_RANK, Ranks
+from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, is_told
 from flowrl.runtime.run_folder import RunFolder
 from flowrl.runtime.run_state import EvaluationPlan, Outcome, RunState, Settings, Status
 from flowrl.runtime.signals import Stop, stop_on_signals
@@ -68,6 +69,8 @@ class LocalRuntime:
             strategies={name: strategy for p in reversed(programs) for name, strategy in p.strategies().items()},
             ranks=ranks,
         )
+        #: Writes checkpoints.
+        self.background = Background(ranks)
         self.state = RunState()
         self.identity = ckpt.Identity(
             program.plan.structure, settings.seed, {name: d.fingerprint for name, d in sorted(data.items())}
@@ -147,7 +150,12 @@ class LocalRuntime:
             if self.ranks.is_first:
                 closing.callback(metrics.close)
             samples = self.ranks.alone(lambda: SampleLog(self.folder.path, begin_at))
-            status = self._loop(metrics, samples, display, stop, started)
+            try:
+                status = self._loop(metrics, samples, display, stop, started)
+            except BaseException as error:  # a checkpoint that was begun gets its end
+                if is_told(error) or not is_lost(error):
+                    self.background.abandon(self.ranks.deadline)
+                raise
         evaluations = sorted((r for results in self.results.values() for r in results), key=lambda r: r.step)
         return Outcome(status, state.step, tuple(evaluations), stop.signal_number)
 
@@ -174,6 +182,8 @@ class LocalRuntime:
             slowest = max(slowest, time.monotonic() - began)
         if state.step:
             self._checkpoint(metrics)
+            self.ranks.enter(f"writing the checkpoint of step {state.step}")
+            self.background.wait()
         return status
 
     def stop_on_signals(self, display: Display) -> contextlib.AbstractContextManager[Stop]:
@@ -187,8 +197,11 @@ class LocalRuntime:
             end_of_next: seconds since the start when the next step is likely to end.
         """
         limit = self.settings.time_limit
-        answers = self.ranks.everyone((stop.signal_number, limit is not None and end_of_next > limit))
-        signals = [number for number, _ in answers if number is not None]
+        late = limit is not None and end_of_next > limit
+        answers = self.ranks.everyone((stop.signal_number, late, self.background.has_failed))
+        if any(failed for _, _, failed in answers):  # soon, not only when the next checkpoint is due
+            self.background.wait()
+        signals = [number for number, _, _ in answers if number is not None]
         if signals:
             stop.signal_number = signals[0]
             self.say_signal(display, signals[0])
@@ -326,22 +339,39 @@ class LocalRuntime:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def _checkpoint(self, metrics: MetricsLog) -> None:
-        self.ranks.enter(f"writing the checkpoint of step {self.state.step}")
+        """Begin to write a checkpoint, after the one before it is there."""
+        step = self.state.step
+        self.ranks.enter(f"waiting for the checkpoint before step {step}'s")
+        self.background.wait()
+        self.ranks.enter(f"copying the checkpoint of step {step}")
         self.ranks.once(lambda: metrics.flush())  # first: a checkpoint's metrics are never missing
-        self.save(self.folder.checkpoints)
+        write = self._checkpoint_writer(self.folder.checkpoints, copy=self.settings.async_checkpoints)
         protected = {self.state.best_step} if self.state.best_step is not None else set()
         keep_last = self.settings.keep_last
-        self.ranks.once(lambda: ckpt.prune(self.folder.checkpoints, keep_last=keep_last, protected=protected))
+
+        def write_and_prune(ranks: Ranks) -> None:
+            write(ranks)
+            ranks.once(lambda: ckpt.prune(self.folder.checkpoints, keep_last=keep_last, protected=protected))
+
+        if self.settings.async_checkpoints:
+            self.background.begin(write_and_prune)
+        else:
+            self.ranks.enter(f"writing the checkpoint of step {step}")
+            write_and_prune(self.ranks)
 
     def save(self, folder: Path) -> Path:
-        """Write a checkpoint of this moment into ``folder``. Every rank calls it."""
-        return ckpt.save_checkpoint(
+        """Write a checkpoint of this moment into ``folder``, and wait until it is there. Every rank calls it."""
+        return self._checkpoint_writer(folder, copy=False)(self.ranks)
+
+    def _checkpoint_writer(self, folder: Path, *, copy: bool) -> Callable[[Ranks], Path]:
+        return ckpt.checkpoint_writer(
             folder,
             progress=self.state,
             identity=self.identity,
             models=self.changing,
             states=self.states,
             bindings=self.bindings,
+            copy=copy,
         )
 
     def restore(self, path: Path | None) -> None:
@@ -357,15 +387,16 @@ class LocalRuntime:
             )
 
     def check_resume(self) -> None:
-        """What can be known of a resume before any weight is loaded.
+        """What can be known of a resume before any weight is loaded. Every rank calls it.
 
         Raises:
             CheckpointError: the newest checkpoint is damaged, of another flow, or beyond the steps that are asked for.
         """
-        found = ckpt.list_checkpoints(self.folder.checkpoints)
+        found = self.ranks.once(lambda: ckpt.list_checkpoints(self.folder.checkpoints))
         if not found:
             return
-        step = ckpt.read_progress(found[-1], self.identity).step
+        ckpt.verify(found[-1], ranks=self.ranks)
+        step = self.ranks.once(lambda: ckpt.read_progress(found[-1], self.identity)).step
         if step > self.settings.num_steps:
             raise CheckpointError(
                 f"The run in {self.folder.path} has more steps than are asked for",

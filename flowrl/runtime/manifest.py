@@ -48,8 +48,9 @@ def layout(program: Program, num_ranks: int | None = None) -> dict[str, str]:
 
 
 def settings_of(program: Program) -> dict[str, str]:
-    """By "label.setting", the settings of every node as text."""
-    return {
+    """By "label.setting", the settings of every node as text; by "Model.setting", how it computes."""
+    models = {f"{m.name}.autocast": str(m.autocast) for m in program.plan.models}
+    return models | {
         f"{call.label}.{name}": describe(value)
         for call in program.calls
         for name, value in call.node.settings().items()

@@ -201,11 +201,16 @@ class Ranks:
         """What rank 0 has."""
         return self.once(lambda: value)
 
-    def require_same(self, what: Mapping[str, Any]) -> None:
+    def require_same(
+        self,
+        what: Mapping[str, Any],
+        do: str = "take it from an argument or a file, not from the time, the process or a random number",
+    ) -> None:
         """Refuse to go on with ranks that are at different things. Every rank calls it.
 
         Args:
             what: by name, what must be equal.
+            do: what a user does about it.
 
         Raises:
             FlowError: names what is not.
@@ -218,7 +223,7 @@ class Ranks:
                         f"Rank {rank} would run something else than rank 0: {name} differs",
                         expected=f"{first.get(name)!r}, as on rank 0",
                         received=repr(found.get(name)),
-                        do="take it from an argument or a file, not from the time, the process or a random number",
+                        do=do,
                     )
                     raise _told_by(error, 0, self.size)
 
@@ -403,7 +408,7 @@ def _meet(rank: int, size: int, deadline: float) -> None:
 
 def set_timeout(group: Any, deadline: float) -> None:
     """Let torch's own waits in a group (None: the group of all) be longer than the deadline of a run."""
-    # As torchtitan does it: what torch.distributed makes by itself has timeouts of its own, 10 minutes with NCCL.
+    # What torch.distributed makes by itself has timeouts of its own, 10 minutes with NCCL.
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=deadline + _LATER), group)
 
 

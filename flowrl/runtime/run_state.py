@@ -33,6 +33,7 @@ class Settings:
     checkpoint_every: int | None = 50
     keep_last: int = 2
     keep_best: str | None = None
+    async_checkpoints: bool = True
     time_limit: float | None = None
     max_nonfinite_steps: int = 3
     max_empty_steps: int = 20

@@ -26,7 +26,8 @@ def save_run(local: LocalRuntime) -> str:
     """
     live = _live_models(local)
     for name, model in live.values():
-        write_folder(local.folder.live / name, local.bindings.engines[model].export, local.ranks)
+        engine = local.bindings.engines[model]
+        write_folder(local.folder.live / name, lambda target, _, engine=engine: engine.export(target), local.ranks)
     return local.ranks.once(lambda: _save_program(local, live))
 
 

@@ -49,7 +49,11 @@ class SpmdRuntime(LocalRuntime):
             asked |= {f"{which}flow": program.plan.structure, f"{which}strategies": program.strategies()}
             asked[f"{which}micro_batch_tokens"] = program.plan.micro_batch_tokens
             for call in program.calls:
-                asked |= {f"{which}{call.label}.{k}": plain(v) for k, v in call.node.settings().items()}
+                texts = call.label not in program.once()  # what runs on rank 0 alone may name places of that machine
+                settings = call.node.settings().items()
+                asked |= {f"{which}{call.label}.{name}": plain(value, texts) for name, value in settings}
+            for model in program.models:
+                asked |= {f"{which}{model.name}.{name}": value for name, value in of_model(model).items()}
         shown = ("progress", "title")  # what rank 0 shows
         self.ranks.require_same({name: value for name, value in asked.items() if name not in shown})
 
@@ -77,18 +81,27 @@ class SpmdRuntime(LocalRuntime):
             )
 
 
-def plain(value: Any) -> Any:
-    """The numbers of a setting, with what holds them; the rest may well differ between processes that do the same."""
+def of_model(model: BaseModel) -> dict[str, Any]:
+    """What a Model is loaded as; where it is loaded from may be called otherwise on another machine."""
+    names = ("kind", "trainable", "dtype", "autocast", "lora", "quantization", "engine")
+    return {name: plain(getattr(model, name, None), texts=True) for name in names}
+
+
+def plain(value: Any, texts: bool = False) -> Any:
+    """The numbers of a setting, with what holds them, and its texts where they count; the rest may well differ between
+    processes that do the same."""
+    if isinstance(value, str):
+        return value if texts else None
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     if isinstance(value, BaseModel | State):
         return value.name
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): plain(v, texts) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
+        return [plain(v, texts) for v in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name), texts) for f in fields(value)}
     return None
 
 

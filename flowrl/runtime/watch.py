@@ -85,7 +85,9 @@ class Watch:
             return
         self._own_failure = True
         if not isinstance(error, Exception):
-            self._fail(f"Rank {self.rank} was ended in {self._what}.")
+            place = traceback.extract_tb(error.__traceback__)[-1:]
+            where = f" at {place[0].filename}:{place[0].lineno}" if place else ""
+            self._fail(f"Rank {self.rank} was ended in {self._what}: {text_of(error)}{where}.")
             return
         if isinstance(error, RankError):
             self._fail(str(error))

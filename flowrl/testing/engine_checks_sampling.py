@@ -61,7 +61,7 @@ def _(bench: Bench) -> None:
     tokenizer = tiny_tokenizer()
     chat = [{"role": "user", "content": "hé?"}]
     encoded = engine.encode(["say ab", chat])
-    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
+    expected: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)
     bench.same("token ids", encoded.to_lists(), [tokenizer("say ab")["input_ids"], list(expected["input_ids"])])
     bench.same("the text of tokens", engine.decode(encoded.select(index_of([0]))), ("say ab",))
     bench.same("the text of an end", engine.decode(ids([[256]])), ("",))

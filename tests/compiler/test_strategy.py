@@ -9,6 +9,8 @@ import pytest
 
 from flowrl import (
     Cluster,
+    Ema,
+    FullKLLoss,
     FunctionReward,
     GroupAdvantage,
     GRPOUpdater,
@@ -25,6 +27,7 @@ from flowrl import (
     compile,
     source,
 )
+from flowrl.adapters import LoRA
 from flowrl.compiler.plan import Plan, Program
 from flowrl.compiler.strategy import Strategy
 from flowrl.errors import FlowError
@@ -109,6 +112,19 @@ def test_what_holds_no_model_runs_once_and_losses_are_put_together_everywhere() 
             r"actor: tensor_parallel is 3; expected a divisor of the 4 ranks; actor.frozen: .*"
             r"Do: torchrun --nproc-per-node 12 -m flowrl run FILE --runtime spmd, or another tensor_parallel",
         ),
+        (
+            {"strategy": Strategy(attention="flush")},  # type: ignore[arg-type]
+            "actor: attention is 'flush'; expected one of auto, sdpa, flex, flash",
+        ),
+        (
+            {"strategies": {"actor": Strategy(attention="flash")}},
+            r"actor: attention is 'flash' on cpu; expected a CUDA device \(its kernels are written for it\), or "
+            r"attention='sdpa'; actor: attention is 'flash' with products in float32; expected Model\(autocast='bfloat16'\)",
+        ),
+        (
+            {"strategies": {"actor": Strategy(attention="flex")}},
+            r"actor: attention is 'flex' on cpu; expected a CUDA device \(elsewhere torch's flex_attention has no backward",
+        ),
         ({"strategy": Strategy(sharding="half")}, "actor: sharding is 'half'; expected one of full, optimizer, none"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
@@ -138,3 +154,71 @@ def test_a_model_on_one_device_cannot_lie_over_ranks() -> None:
     ):
         compile(flow(actor), FOUR)
     compile(flow(actor), Cluster("cpu"))
+
+
+def test_flash_attention_is_a_matter_of_device_and_precision() -> None:
+    flash = Strategy(attention="flash")
+    gpus = Cluster("cuda", num_devices=4)
+    half = flow(Model("some/policy", name="actor", autocast="bfloat16"))
+    program = compile(half, gpus, strategies={"actor": flash, "actor.frozen": Strategy(attention="sdpa")})
+    assert "; flash attention" in program.plan.explain() and "; sdpa attention" in program.plan.explain()
+    assert "attention" not in compile(half, gpus).plan.explain()
+    compile(flow(Model("some/policy", name="actor", dtype="float16")), gpus, strategy=flash)
+    with pytest.raises(FlowError, match=r"actor.frozen: attention is 'flash' with products in float32"):
+        compile(flow(), gpus, strategy=flash)
+    with pytest.raises(FlowError, match=r"actor.frozen: attention is 'flash' on cpu; expected a CUDA device"):
+        compile(flow(Model("some/policy", name="actor", autocast="bfloat16", device="cpu")), gpus, strategy=flash)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        (
+            {"lora": LoRA()},
+            {"strategies": {"actor": TP2}},
+            r"actor: tensor_parallel is 2 with lora; expected 1: .*; actor.frozen: tensor_parallel is 2 with lora",
+        ),
+        (
+            {"lora": LoRA(), "quantization": "nf4"},
+            {},
+            r"actor: sharding is 'full', .*quantization='nf4'; expected Strategy\(sharding='none'\)",
+        ),
+        (
+            {"quantization": "int8", "lora": LoRA()},
+            {"strategy": Strategy(tensor_parallel=2, sharding="none")},
+            r"actor: tensor_parallel is 2 with lora.*actor: sharding is 'none', tensor_parallel is 2 with quantization",
+        ),
+        (
+            {"lora": LoRA()},
+            {"strategies": {"actor.frozen": Strategy(sharding="none")}},
+            r"strategies name 'actor.frozen', which is held on the base of 'actor'; expected the name of that Model",
+        ),
+    ],
+)
+def test_adapters_and_quantised_bases_cannot_be_held_in_every_way(
+    settings: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    """Said before anything is loaded: the source of this Model does not exist."""
+    with pytest.raises(FlowError, match=message):
+        compile(flow(Model("no/such", name="actor", **settings)), FOUR, **arguments)
+    alone = {**arguments, "strategies": {}, "strategy": Strategy()}
+    compile(flow(Model("no/such", name="actor", **settings)), Cluster("cpu"), **alone)
+
+
+def test_adapters_and_quantised_bases_over_ranks() -> None:
+    none = Strategy(sharding="none")
+    assert held(compile(flow(Model("some/policy", name="actor", lora=LoRA())), FOUR))["actor.frozen"] == Strategy()
+    small = Model("some/policy", name="actor", lora=LoRA(), quantization="nf4")
+    assert held(compile(flow(small), FOUR, strategy=none)) == {"actor": none, "actor.frozen": none}
+
+
+def test_a_teacher_is_not_split_over_ranks_that_work_on_different_rows() -> None:
+    actor = Model("some/policy", name="actor")
+    rollouts = Rollout(actor, group_size=2)(source(Prompts, name="prompts"))
+    distil = RLFlow.from_outputs(Updater(actor)(FullKLLoss(Ema(actor, 0.9))(rollouts)))
+    with pytest.raises(
+        FlowError, match=r"actor.ema: tensor_parallel is 2; expected a divisor of 1, that of actor, with which a loss"
+    ):
+        compile(distil, FOUR, strategies={"actor.ema": TP2})
+    compile(distil, FOUR, strategies={"actor": TP2})
+    compile(distil, FOUR, strategies={"actor": TP2, "actor.ema": Strategy()})

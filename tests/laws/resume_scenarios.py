@@ -13,9 +13,11 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ class Kill:
         after: whether the call is done first.
         inside: functions that must be running then, which the witness proves.
         checkpoint: the newest whole checkpoint that must be there then.
+        asynchronous: whether checkpoints are written while training goes on.
     """
 
     point: str
@@ -41,6 +44,7 @@ class Kill:
     after: bool
     inside: tuple[str, ...]
     checkpoint: int
+    asynchronous: bool = False
 
 
 _TRAINING, _SAVING = ("iterate", "train_step"), ("_checkpoint", "write_folder")
@@ -59,8 +63,9 @@ SCENARIOS: dict[str, Kill] = {
     "mid-optimiser of the critic, step 2": Kill("half of optimizer", 2, 5, True, _TRAINING, 1),
     "between two writers, step 3": Kill("optimizer", 3, 4, True, _TRAINING, 2),
     "while the Ema follows, step 3": Kill("follow", 3, 2, False, ("iterate", "follow_writers"), 2),
-    "mid-checkpoint, first file, step 2": Kill("torch.save", 2, 1, False, _SAVING, 1),
-    "mid-checkpoint, later file, step 2": Kill("torch.save", 2, 2, True, _SAVING, 1),
+    "mid-checkpoint, while it is put together, step 2": Kill("torch.save", 2, 1, False, ("_checkpoint",), 1),
+    "mid-checkpoint, first tensor, step 2": Kill("torch.save", 2, 2, False, _SAVING, 1),
+    "mid-checkpoint, later tensor, step 2": Kill("torch.save", 2, 9, True, _SAVING, 1),
     "mid-checkpoint, while files are synced, step 3": Kill("seal", 3, 4, False, _SAVING, 2),
     "mid-checkpoint, last step": Kill("torch.save", 5, 3, True, _SAVING, 4),
     "between write and rename, step 2": Kill("rename", 2, 1, False, _SAVING, 1),
@@ -75,6 +80,12 @@ SCENARIOS: dict[str, Kill] = {
     "epoch boundary between draws": Kill("draw", 5, 1, False, ("iterate", "_drawn"), 4),
     "mid-evaluation, step 2": Kill("evaluation forward", 2, 2, False, ("_evaluate", "generate"), 1),
     "after an evaluation is written, step 4": Kill("evaluation rename", 4, 1, True, ("_evaluate", "write_folder"), 3),
+    "mid-optimiser, while a checkpoint is written": Kill("late seal", 3, 2, True, _TRAINING, 1, asynchronous=True),
+    "mid-generation, while a checkpoint is written": Kill(
+        "late seal", 3, 0, False, ("generate",), 1, asynchronous=True
+    ),
+    "a late checkpoint, after its rename": Kill("late rename", 3, 1, True, ("write_folder",), 2, asynchronous=True),
+    "a late checkpoint, before its rename": Kill("late rename", 3, 1, False, ("write_folder",), 1, asynchronous=True),
     "while the trained model is exported": Kill("export", 5, 1, True, ("_finish", "replace_folder"), 5),
 }
 
@@ -136,6 +147,11 @@ class Killer:
         points(self)[self.kill.point]()
 
 
+def is_whole(path: Any) -> bool:
+    """Whether a folder is about to get its name."""
+    return str(path).endswith(".writing")
+
+
 def points(killer: Killer) -> dict[str, Callable[[], None]]:
     """By name, what to wrap."""
     import torch
@@ -169,8 +185,12 @@ def points(killer: Killer) -> dict[str, Callable[[], None]]:
         "follow": lambda: killer.wrap(worker, "follow"),
         "torch.save": lambda: killer.wrap(torch, "save"),
         "seal": lambda: killer.wrap(checkpoint, "_seal", lambda *a: running("_checkpoint")),
-        "rename": lambda: killer.wrap(os, "rename", lambda *a: running("_checkpoint", "write_folder")),
-        "evaluation rename": lambda: killer.wrap(os, "rename", lambda *a: running("_evaluate", "write_folder")),
+        "rename": lambda: killer.wrap(
+            os, "rename", lambda a, b: str(a).endswith(".writing") and running("_checkpoint", "write_folder")
+        ),
+        "evaluation rename": lambda: killer.wrap(
+            os, "rename", lambda a, b: is_whole(a) and running("_evaluate", "write_folder")
+        ),
         "discard": lambda: killer.wrap(
             checkpoint.shutil, "rmtree", lambda path, *a, **k: str(path).endswith(".discarded")
         ),
@@ -182,11 +202,63 @@ def points(killer: Killer) -> dict[str, Callable[[], None]]:
         ),
         "draw": lambda: killer.wrap(LocalRuntime, "draw"),
         "reward": lambda: killer.wrap(tests.flows, "share_of_vowels"),
+        "late seal": lambda: late(killer)[0](),
+        "late rename": lambda: late(killer)[1](),
         "export": lambda: killer.wrap(TransformersEngine, "export", lambda *a: running("_finish")),
     }
 
 
-def train(out: Path, *, resume: bool, export: bool = False) -> None:
+def late(killer: Killer) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The checkpoint of step 2 is late: the training is in step 3 when its files are sealed, or when it is renamed."""
+    import torch
+    from transformers import LlamaModel
+
+    from flowrl.runtime import checkpoint
+
+    in_step_3 = threading.Event()
+
+    def is_late(path: Any) -> bool:
+        return "checkpoints/.step-000002." in str(path) and is_whole(path)
+
+    def seal() -> None:
+        sealing = checkpoint._seal
+
+        def never(path: Path) -> tuple[int, str]:
+            if "checkpoints/.step-000002." in str(path):
+                time.sleep(600)
+            return sealing(path)
+
+        checkpoint._seal = never
+        if killer.kill.number:
+            killer.wrap(torch.optim.AdamW, "step")
+        else:
+            killer.kill = replace(killer.kill, number=2)
+            killer.wrap(LlamaModel, "forward")
+
+    def rename() -> None:
+        step = torch.optim.AdamW.step
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            if killer.step == 3:
+                in_step_3.set()
+                time.sleep(600)
+            return step(*args, **kwargs)
+
+        torch.optim.AdamW.step = stepped  # type: ignore[method-assign]
+        killer.wrap(os, "rename", lambda a, b: is_late(a))
+        rename = os.rename
+
+        def held(a: Any, b: Any) -> None:
+            if is_late(a):
+                assert in_step_3.wait(300)
+            rename(a, b)
+
+        os.rename = held
+
+    return seal, rename
+
+
+def train(out: Path, *, resume: bool, export: bool = False, asynchronous: bool = False) -> None:
     """The run itself."""
     import torch
 
@@ -207,6 +279,7 @@ def train(out: Path, *, resume: bool, export: bool = False) -> None:
         evaluations=[held_out(actor, prompts(3))],
         keep_best="eval/heldout/reward",
         checkpoint_every=1,
+        async_checkpoints=asynchronous,
         samples_every=2,
         progress=False,
         report=False,
@@ -276,10 +349,11 @@ def place(folder: Path, name: str) -> Path:
 
 
 def killed_then_resumed(folder: Path, name: str) -> None:
-    out, export = place(folder, name), SCENARIOS[name].point == "export"
+    out, kill = place(folder, name), SCENARIOS[name]
+    how: dict[str, Any] = {"export": kill.point == "export", "asynchronous": kill.asynchronous}
     log = out.with_suffix(".log")
-    killed = wait(fork(lambda: (Killer(SCENARIOS[name], out).arm(), train(out, resume=False, export=export))[-1], log))
-    resumed = wait(fork(lambda: train(out, resume=True, export=export), log))
+    killed = wait(fork(lambda: (Killer(kill, out).arm(), train(out, resume=False, **how))[-1], log))
+    resumed = wait(fork(lambda: train(out, resume=True, **how), log))
     out.with_suffix(".json").write_text(json.dumps({"killed": killed, "resumed": resumed}))
 
 
@@ -298,7 +372,8 @@ def warm_up() -> None:
     import flowrl.runtime.engines.transformers
     import flowrl.runtime.local
     import flowrl.runtime.manifest
-    import flowrl.runtime.saved_run  # noqa: F401
+    import flowrl.runtime.saved_run
+    import flowrl.runtime.tensor_files  # noqa: F401
 
 
 def main(folder: Path) -> None:

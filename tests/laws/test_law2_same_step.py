@@ -38,7 +38,7 @@ from flowrl.context import Bindings, use_bindings
 from flowrl.data import DemonstrationDataset
 from flowrl.runtime.worker import open_engine
 from tests.flows import FAST, SAMPLING, prompts, reward, tiny_grpo, tiny_ppo
-from tests.runs import quick_run, training
+from tests.runs import quick_run, saved_weights, training
 from tests.tiny import tiny_actor, tiny_tokenizer
 
 STEPS, SEED = 3, 5
@@ -166,11 +166,9 @@ def test_three_ways_to_run_a_flow(build: Callable[[], Case], tmp_path: Path) -> 
             prefix = f"{case.models[place].name}/" if place else ""
             assert {k: ran[step][prefix + k] for k in metrics} == metrics
 
-    from safetensors.torch import load_file
-
     for place, model in enumerate(case.models):
-        saved_weights = load_file(saved / model.name / "weights.safetensors")
-        assert saved_weights.keys() == weights_stepped[place].keys() == weights_by_hand[place].keys()
-        for name, tensor in saved_weights.items():
+        found = saved_weights(saved / model.name)
+        assert found.keys() == weights_stepped[place].keys() == weights_by_hand[place].keys()
+        for name, tensor in found.items():
             assert torch.equal(tensor, weights_stepped[place][name]), name
             assert torch.equal(tensor, weights_by_hand[place][name]), name

@@ -72,9 +72,9 @@ def test_killed_and_resumed_equals_undisturbed(name: str, scenarios: tuple[Path,
     if kill.point == "export":
         kept.append("export/**/*.safetensors")
     assert contents(out, *kept) == contents(reference, *kept)
-    weights = contents(out, "checkpoints/step-000005/models/*/weights.safetensors")
+    weights = contents(out, "checkpoints/step-000005/models/*/__0_0.distcp")
     assert len(weights) == 4  # actor, critic, Ema, Snapshot
-    assert [p.name for p in out.rglob(".*") if p.name != ".lock"] == []
+    assert [p.name for p in out.rglob(".*") if p.name not in (".lock", ".metadata")] == []
 
 
 @pytest.mark.smollm2

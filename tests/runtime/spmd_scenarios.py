@@ -39,6 +39,7 @@ from flowrl.compiler.strategy import Strategy
 from flowrl.context import current_step
 from flowrl.errors import FlowError, RankError, RunFolderError
 from flowrl.nodes.kl_control import AdaptiveKL
+from flowrl.runtime import checkpoint
 from flowrl.runtime.ranks import tells, world_rank
 from tests.flows import SAMPLING, prompts
 from tests.runtime import spmd_nodes
@@ -136,9 +137,11 @@ def scored_by(rollouts: Rollouts, model: flowrl.Model | None = None) -> Rollouts
     return rollouts
 
 
-def ppo(log: Path | None = None, learning_rate: float = 1e-3) -> tuple[RLFlow, flowrl.Model, ValueModel]:
+def ppo(
+    log: Path | None = None, learning_rate: float = 1e-3, actor: flowrl.Model | None = None
+) -> tuple[RLFlow, flowrl.Model, ValueModel]:
     """Actor, critic, reference, adaptive KL in the reward, a filter, two epochs of two minibatches."""
-    actor = tiny_actor()
+    actor = actor or tiny_actor()
     critic = ValueModel.from_policy(actor)
     slow = AdamW(learning_rate=learning_rate)  # differences in the order of sums stay small
     coefficient = State("kl_coef", 0.05)
@@ -168,11 +171,12 @@ def train(
     num_steps: int = 3,
     log: Path | None = None,
     learning_rate: float = 1e-3,
+    actor: flowrl.Model | None = None,
     **options: Any,
 ) -> flowrl.RunResult:
     """Train quietly, with an evaluation before and after."""
     torch.set_num_threads(1)
-    flow, actor, _ = ppo(log, learning_rate)
+    flow, actor, _ = ppo(log, learning_rate, actor)
     held_out = RLFlow.from_outputs(
         FunctionReward(Calls(), isolate=False)(
             Rollout(actor, group_size=2, sampling=SAMPLING)(source(Prompts, name="held_out", batch_size=2))
@@ -224,6 +228,7 @@ def everything(folder: str) -> None:
     own_nodes(place)
     shuts_down(place)
     raises(place)
+    checkpoints_beside_the_training(place)
 
 
 def own_nodes(place: Path) -> None:
@@ -234,6 +239,11 @@ def own_nodes(place: Path) -> None:
     assert isinstance(error, FlowError) and "call 'sneaky#0' (sneaky), step 1 uses Model('tiny')" in str(error)
     error = error_of(lambda: spmd_nodes.train(place / "seeds", seed=world_rank()))
     assert str(error).startswith("Rank 1 would run something else than rank 0: seed differs. Expected 0, as on rank 0.")
+    other = {"autocast": "bfloat16"} if world_rank() else {}
+    error = error_of(lambda: train(place / "seeds", actor=tiny_actor(**other), evaluations=[]))
+    assert "tiny.autocast differs. Expected 'None', as on rank 0. Received 'bfloat16'" in str(error)
+    error = error_of(lambda: train(place / "seeds", actor=tiny_actor(seed=world_rank()), evaluations=[]))
+    assert "the live model of 'tiny' differs" in str(error) and "Do: seed what makes it" in str(error)
     error = error_of(lambda: train(place / "rates", learning_rate=1e-3 * (1 + world_rank())))
     assert "Updater#0.optimizer differs" in str(error)
     assert not (place / "seeds").exists() and not (place / "rates").exists()
@@ -249,6 +259,34 @@ def shuts_down(place: Path) -> None:
     result = train(None, num_steps=5, time_limit=1e-3, name="mine", evaluations=[])
     assert (result.status, result.steps, str(result.folder)) == ("time limit", 0, "runs/mine-001")
     assert sorted(os.listdir("runs")) == ["mine-001"]
+
+
+def checkpoints_beside_the_training(place: Path) -> None:
+    """One that is begun gets its end where a rank raises; one that a rank cannot write ends the run before the next step."""
+    first, seal = world_rank() == 0, checkpoint._seal
+
+    def slow(path: Path) -> Any:
+        if "checkpoints/.step-000001." in str(path):
+            time.sleep(0.3)
+        return seal(path)
+
+    def full(path: Path) -> Any:
+        if "checkpoints/.step-000002." in str(path) and not first:
+            raise OSError(28, "No space left on device")
+        return seal(path)
+
+    options: dict[str, Any] = dict(num_steps=40, evaluations=[], strategy=Strategy(sharding="none"))
+    checkpoint._seal = slow
+    TROUBLE.__dict__.update(kind="raise", place="actor", rank=1, step=2)
+    error = error_of(lambda: train(place / "begun", **options))
+    assert isinstance(error, RankError if first else ValueError) and "nothing to see" in str(error)
+    assert os.listdir(place / "begun" / "checkpoints") == ["step-000001"]
+    checkpoint._seal = full
+    error = error_of(lambda: train(place / "full", checkpoint_every=2, **options))
+    assert isinstance(error, RankError if first else RunFolderError)
+    assert "step-000002: the disk is full" in str(error) and tells(error) == (not first)
+    assert os.listdir(place / "full" / "checkpoints") == []
+    checkpoint._seal = seal
 
 
 def raises(place: Path) -> None:

@@ -15,7 +15,9 @@ import torch
 
 from flowrl.errors import CheckpointError, FlowError, RunFolderError
 from flowrl.runtime import checkpoint as ckpt
+from flowrl.runtime.engines.base import Saving
 from flowrl.runtime.local import LocalRuntime
+from flowrl.runtime.ranks import Ranks
 from tests.flows import prompts, tiny_grpo, tiny_ppo
 from tests.runs import checkpoints, quick_run
 from tests.tiny import tiny_actor
@@ -52,12 +54,12 @@ def flip_a_byte(file: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (
-        lambda c: (c / "models/tiny/weights.safetensors").write_bytes(b"12"),
-        r"weights\.safetensors has changed.*Received 2 bytes",
+        lambda c: (c / "models/tiny/__0_0.distcp").write_bytes(b"12"),
+        r"__0_0\.distcp has changed.*Received 2 bytes",
     ),
     "flipped byte": (
-        lambda c: flip_a_byte(c / "models/tiny/optimizer.pt"),
-        r"optimizer\.pt has changed.*SHA-256 of another content",
+        lambda c: flip_a_byte(c / "models/tiny/.metadata"),
+        r"\.metadata has changed.*SHA-256 of another content",
     ),
     "missing file": (lambda c: (c / "states.pt").unlink(), r"Expected states\.pt\. Received no such file"),
     "manifest is no JSON": (lambda c: (c / "manifest.json").write_text("{"), r"manifest\.json cannot be read"),
@@ -69,7 +71,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest is gone": (lambda c: (c / "manifest.json").unlink(), r"manifest\.json cannot be read"),
     "another version": (
         lambda c: (c / "manifest.json").write_text('{"files": {}, "schema_version": 99}'),
-        r"of another version\. Expected schema 1\. Received schema 99",
+        r"of another version\. Expected schema 2\. Received schema 99",
     ),
 }
 
@@ -88,7 +90,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_whole(name: str,
         assert quick_run(tiny_grpo(kl_coef=0.1), 3, run_folder, resume=True).steps == 3
 
 
-@pytest.mark.parametrize("damage", [lambda f: shutil.rmtree(f), lambda f: flip_a_byte(f / "weights.safetensors")])
+@pytest.mark.parametrize("damage", [lambda f: shutil.rmtree(f), lambda f: flip_a_byte(f / "__0_0.distcp")])
 def test_without_the_weights_of_step_0_nothing_goes_on(damage: Callable[[Path], None], run_folder: Path) -> None:
     damage(run_folder / "frozen" / "tiny.frozen")
     with pytest.raises(CheckpointError, match=r"frozen/tiny\.frozen is damaged.*restore it from a copy"):
@@ -128,7 +130,7 @@ def full(*args: Any, **kwargs: Any) -> None:
 def test_a_folder_appears_whole_or_not_at_all(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = tmp_path / "step-000001"
 
-    def write(target: Path) -> None:
+    def write(target: Path, ranks: Ranks) -> None:
         (target / "a").write_text("half")
         if at == "write":
             full()
@@ -141,13 +143,13 @@ def test_a_folder_appears_whole_or_not_at_all(at: str, tmp_path: Path, monkeypat
         ckpt.write_folder(final, write)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    ckpt.write_folder(final, lambda target: put(target / "a", "whole"))
+    ckpt.write_folder(final, lambda target, _: put(target / "a", "whole"))
     ckpt.verify(final)
     assert (final / "a").read_text() == "whole"
 
 
 def test_an_error_that_is_not_the_disk_s_stays_what_it_is(tmp_path: Path) -> None:
-    def write(target: Path) -> None:
+    def write(target: Path, ranks: Ranks) -> None:
         raise ZeroDivisionError("not the disk")
 
     with pytest.raises(ZeroDivisionError):
@@ -157,7 +159,7 @@ def test_an_error_that_is_not_the_disk_s_stays_what_it_is(tmp_path: Path) -> Non
 
 def test_pruning_keeps_the_newest_and_the_protected_and_cleans_up(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 1_000_000):
-        ckpt.write_folder(tmp_path / f"step-{step:06d}", lambda target: None)
+        ckpt.write_folder(tmp_path / f"step-{step:06d}", lambda target, _: None)
     (tmp_path / ".step-000009.writing").mkdir()
     (tmp_path / ".step-000009.writing" / "a").write_text("half")
     ckpt.prune(tmp_path, keep_last=2, protected={2})
@@ -167,11 +169,11 @@ def test_pruning_keeps_the_newest_and_the_protected_and_cleans_up(tmp_path: Path
 
 def test_export_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     target = tmp_path / "export" / "tiny"
-    ckpt.replace_folder(target, lambda t: put(t / "old", ""))
+    ckpt.replace_folder(target, lambda t, _: put(t / "old", ""))
     with pytest.raises(RunFolderError, match="the disk is full"):
         ckpt.replace_folder(target, full)
     assert [p.name for p in target.iterdir()] == ["old"]
-    ckpt.replace_folder(target, lambda t: put(t / "new", ""))
+    ckpt.replace_folder(target, lambda t, _: put(t / "new", ""))
     assert [p.name for p in target.iterdir()] == ["new"]
     assert [p.name for p in target.parent.iterdir()] == ["tiny"]
 
@@ -201,19 +203,19 @@ def test_a_disk_that_fills_up_is_one_error_and_the_run_goes_on_later(
     options: dict[str, Any] = dict(export=True, checkpoint_every=1)
     with monkeypatch.context() as patch:
         if at == "frozen":
-            patch.setattr(TransformersEngine, "save", full)
+            patch.setattr(TransformersEngine, "saving", lambda engine, copy: full)
         elif at == "program":
             patch.setattr(saved_run, "write_atomically", full)
         elif at == "checkpoint":
-            saves, save = [0], TransformersEngine.save
+            saves, saving = [0], TransformersEngine.saving
 
-            def second_full(engine: Any, target: Path) -> None:
+            def second_full(engine: Any, copy: bool) -> Saving:
                 saves[0] += 1
-                save(engine, target)
-                if saves[0] == 3:  # the frozen reference, step 1, step 2
-                    full()
+                last = saves[0] == 3  # the frozen reference, step 1, step 2
+                write = saving(engine, copy=copy)
+                return lambda target, ranks: (write(target, ranks), full() if last else None)[-1]
 
-            patch.setattr(TransformersEngine, "save", second_full)
+            patch.setattr(TransformersEngine, "saving", second_full)
         elif at == "metrics":
             writes, write = [0], metrics.write_atomically
 
@@ -239,7 +241,7 @@ def test_a_disk_that_fills_up_is_one_error_and_the_run_goes_on_later(
     begun = folder.exists()
     assert begun == (at != "program"), "what could not begin leaves nothing behind"
     if begun:
-        assert [p.name for p in folder.rglob(".*") if p.name != ".lock"] == []
+        assert [p.name for p in folder.rglob(".*") if p.name not in (".lock", ".metadata")] == []
         assert {"frozen": [], "checkpoint": [1], "metrics": [1], "export": [2, 3]}[at] == checkpoints(folder)
     result = quick_run(tiny_grpo(kl_coef=0.1), 3, folder, resume=begun, **options)
     assert (result.status, result.steps) == ("finished", 3)
@@ -260,20 +262,22 @@ def test_a_real_disk_that_is_full(room: int, tmp_path: Path, monkeypatch: pytest
         ):
             quick_run(tiny_grpo(), 3, place / "run", keep_last=9)
         assert list(place.iterdir()) == []
-        ballast, save = place / "ballast", LocalRuntime.save
+        ballast, writer = place / "ballast", ckpt.checkpoint_writer
 
-        def save_on_a_full_disk(runtime: LocalRuntime, folder: Path) -> Path:
-            if runtime.state.step == 2:
+        def on_a_full_disk(folder: Path, **what: Any) -> Callable[[Ranks], Path]:
+            if what["progress"].step == 2:
                 ballast.write_bytes(bytes(shutil.disk_usage(place).free - room))
-            return save(runtime, folder)
+            return writer(folder, **what)
 
-        monkeypatch.setattr(LocalRuntime, "save", save_on_a_full_disk)
-        with pytest.raises(RunFolderError, match=r"Cannot write .*step-000002: the disk is full.*MiB free.*--resume"):
+        monkeypatch.setattr(ckpt, "checkpoint_writer", on_a_full_disk)
+        with pytest.raises(
+            RunFolderError, match=r"Cannot write .*(step-000002|metrics\.parquet): the disk is full.*MiB free.*--resume"
+        ):
             quick_run(tiny_grpo(), 3, place / "run", keep_last=1, checkpoint_every=1)
         monkeypatch.undo()
         assert checkpoints(place / "run") == [1]
         ckpt.verify(place / "run" / "checkpoints" / "step-000001")
-        assert [p.name for p in (place / "run").rglob(".*") if p.name != ".lock"] == []
+        assert [p.name for p in (place / "run").rglob(".*") if p.name not in (".lock", ".metadata")] == []
         ballast.unlink()
         assert quick_run(tiny_grpo(), 3, place / "run", resume=True, keep_last=1).steps == 3
     finally:

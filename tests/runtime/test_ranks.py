@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from flowrl.errors import FlowError, RankError
+from flowrl.runtime.background import Background
 from flowrl.runtime.pickling import dumps
 from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, tells, world_rank
 from tests.ranks import launch, shared
@@ -112,6 +113,19 @@ def conversation(folder: str) -> None:
         with pytest.raises(FlowError, match="Rank 1 would run something else than rank 0: seed differs"):
             ranks.require_same(differing)
         ranks.require_same({"steps": 3})
+
+    with joined(60) as ranks:  # an error beside the training is nobody's before it is waited for
+        background = Background(ranks)
+        full = fail(1, OSError(28, "full"))
+        background.begin(lambda others: (time.sleep(0.2 * others.rank), others.together(full)))
+        for number in range(20):
+            assert ranks.together(lambda: number) == number  # noqa: B023
+            assert ranks.everyone((number, ranks.rank)) == [(number, 0), (number, 1)]
+        with pytest.raises(OSError if ranks.rank == 1 else RankError, match="full"):
+            background.begin(lambda others: None)
+        background.begin(lambda others: others.together(fail(0, ValueError("odd"))))
+        background.abandon(60)
+        assert background.has_failed and ranks.everyone(ranks.rank) == [0, 1]
     (Path(folder) / f"done.{world_rank()}").write_text("all of it")
 
 

@@ -16,7 +16,7 @@ from flowrl.errors import FlowError
 from flowrl.runtime.replay import replay_step
 from flowrl.runtime.spmd import deadline_of_environment
 from tests.ranks import Launched, launch, shared, torchrun
-from tests.runs import checkpoint_weights, checkpoints, rows
+from tests.runs import checkpoints, rows, saved_weights
 from tests.runtime import spmd_nodes
 from tests.runtime.spmd_scenarios import train, with_trouble
 
@@ -29,10 +29,8 @@ def close(a: float, b: float) -> bool:
 
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load
-
-    found = checkpoint_weights(folder, step).items()
-    return {f"{model}.{name}": tensor for model, raw in found for name, tensor in load(raw).items()}
+    models = sorted((folder / "checkpoints" / f"step-{step:06d}" / "models").iterdir())
+    return {f"{place.name}.{name}": tensor for place in models for name, tensor in saved_weights(place).items()}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ devices are its own business. All returned tensors are on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,6 +65,11 @@ class StepResult:
     learning_rate: float
     skipped: bool = False
     nonfinite_rows: tuple[tuple[int, int], ...] = ()
+
+
+#: Writes an engine into an existing empty folder: ``saving(folder, ranks)``. All ranks call it, from any thread; they talk to
+#: each other over the group of ``ranks`` alone.
+Saving = Callable[[Path, Ranks], None]
 
 
 class Engine(Protocol):
@@ -133,19 +138,33 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and detached CPU float tensors of all parameters and persistent buffers, heads included."""
+        """Names and detached CPU float tensors of all parameters and persistent buffers, heads included.
+
+        Of a Model with ``lora`` or ``quantization`` they are those of an ordinary one: under the base's names, the adapter
+        added and nothing quantised. :meth:`load_weights` of such an engine takes what changes alone, which engines that
+        have adapters give as ``adapter_weights()``."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], *, policy_version: int) -> None:
-        """Replace all weights; refuses missing, unknown and misshapen names before it changes any."""
+        """Replace all weights (of a Model with ``lora`` the adapter's and the heads'); refuses missing, unknown and
+        misshapen names before it changes any."""
+        ...
+
+    def saving(self, *, copy: bool) -> Saving:
+        """What writes weights, optimiser and version, as they are now, for :meth:`load`.
+
+        Args:
+            copy: whether it keeps a copy in host memory, and so may write while training goes on; else it must be called
+                before anything changes.
+        """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimiser and version into an existing empty folder, for :meth:`load`."""
+        """Write into an existing empty folder what :meth:`saving` would, now. All ranks of the run call it."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what :meth:`save` wrote, bit for bit."""
+        """Restore what :meth:`saving` wrote, bit for bit, whatever ranks and sharding it was written by."""
         ...
 
     def export(self, folder: Path) -> None:

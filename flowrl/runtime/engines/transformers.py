@@ -7,6 +7,8 @@ particular to one of these lives in a file of its own:
 transformers_loading      names, folders, live objects, GGUF files
 transformers_network      what of a model can be done the quick way, and doing it
 transformers_attention    attention over packed rows
+transformers_varlen       the same without padding: flash and flex attention
+transformers_backends     which of these is used, after it was tried
 transformers_forward      one pass over a micro-batch, and what is read from it
 transformers_head         log-probs from hidden states, a slice at a time
 transformers_distribution what needs the whole distribution at each token
@@ -14,7 +16,8 @@ transformers_layout       micro-batches and packing
 transformers_sampling     generation
 transformers_cache        the key-value cache of a generation
 transformers_training     one optimiser step
-transformers_state        weights, checkpoints, export
+transformers_state        weights, export
+transformers_checkpoint   what a checkpoint holds
 transformers_adapters     LoRA on a base that never changes
 transformers_quantization bases that are held in fewer bits
 transformers_merging      what others see of those two: ordinary weights
@@ -37,18 +40,20 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.batches import LogprobOrigin, Sequences
+from flowrl.compiler.strategy import NEEDS_CUDA
 from flowrl.errors import DataError, ModelError
 from flowrl.models import AnyModel, DerivedModel, Frozen, Model
 from flowrl.ragged import Ragged
+from flowrl.runtime.engines import transformers_checkpoint as checkpoint
 from flowrl.runtime.engines import transformers_state as state
-from flowrl.runtime.engines.base import EngineOptions, Generated, StepResult, TokenScores
+from flowrl.runtime.engines.base import EngineOptions, Generated, Saving, StepResult, TokenScores
 from flowrl.runtime.engines.transformers_adapters import AdaptedNetwork, Adapter, adapted
 from flowrl.runtime.engines.transformers_forward import Forward, Wanted, forward, joined
 from flowrl.runtime.engines.transformers_layout import check_rows, micro_batch_rows
 from flowrl.runtime.engines.transformers_loading import is_live, load_module, load_tokenizer, load_value_head, quiet
 from flowrl.runtime.engines.transformers_network import Network
 from flowrl.runtime.engines.transformers_sampling import check_prompts, generate
-from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, shards_of
+from flowrl.runtime.engines.transformers_shards import ParallelShards, Shards, lie_alike, shards_of
 from flowrl.runtime.engines.transformers_training import train_step
 
 if TYPE_CHECKING:
@@ -94,12 +99,12 @@ class TransformersEngine:
         self.restored = False
         autocast = None if settings.autocast is None else getattr(torch, settings.autocast)
         self.adapter = adapter
-        self.network = (
-            Network(module, autocast=autocast, name=model.name)
-            if adapter is None
-            else AdaptedNetwork(module, adapter, autocast=autocast, name=model.name)
-        )
+        held: dict[str, Any] = {"autocast": autocast, "name": model.name, "strategy": options.strategy}
+        self.network = Network(module, **held) if adapter is None else AdaptedNetwork(module, adapter, **held)
         self.shards = shards or shards_of(self.network, options, model.name)
+        if options.strategy.attention in NEEDS_CUDA:  # what the strategy names is tried at once, on all ranks
+            with torch.no_grad():
+                self.shards.run(lambda: self.network.abilities)
         self._tokenizer: Any = None
         if autocast is not None and self.network.device.type == "cpu" and not _cpu_multiplies(autocast):
             logger.warning(
@@ -115,10 +120,14 @@ class TransformersEngine:
         """Load a Model.
 
         Raises:
-            ModelError: see :func:`flowrl.runtime.engines.transformers_loading.load_module`.
+            ModelError: see :func:`flowrl.runtime.engines.transformers_loading.load_module`, and where attention is asked for that
+                cannot be had here.
+            FlowError: a live model that is another one on another rank.
         """
         device = _device(model, options)
         module: Any = load_module(model, device)
+        if options.ranks.size > 1 and is_live(model.source):
+            state.require_same(module, model, options.ranks)
         if options.ranks.size > 1 and is_live(model.source) and model.lora is None:
             module = copy.deepcopy(module)  # it is taken apart; what was given stays whole, and is not trained
         if model.quantization is None:  # what is quantised was loaded to its place
@@ -160,10 +169,14 @@ class TransformersEngine:
         if not isinstance(self.shards, ParallelShards):
             with torch.no_grad():
                 return copy.deepcopy(module)
-        with quiet():
+        with quiet(), torch.random.fork_rng(devices=[]):  # a new module draws random weights, which nobody reads
             new = type(module)(copy.deepcopy(module.config)).to(self.network.device)
         whole = {name: self.shards.whole(t) for name, t in module.state_dict().items()}
+        for name, parameter in new.named_parameters():  # buffers keep the precision that the class gives them
+            parameter.data = parameter.data.to(whole[name].dtype)
         new.load_state_dict(whole)
+        if hasattr(module, "generation_config"):
+            new.generation_config = copy.deepcopy(module.generation_config)
         return new
 
     @property
@@ -427,19 +440,24 @@ class TransformersEngine:
         """``self = decay * self + (1 - decay) * base``; buffers that are no floats are copied."""
         theirs = state.live_tensors(base)
         for name, mine in state.live_tensors(self).items():
-            # a copy of an adapter is whole on every rank
-            other = theirs[name] if type(mine) is type(theirs[name]) else base.shards.whole(theirs[name])
+            other = theirs[name]
+            if not lie_alike(mine, other):  # held in another way, as a copy of an adapter is: whole
+                whole, other = base.shards.whole(other), torch.zeros_like(mine)
+                self.shards.place(other, whole)
             if mine.is_floating_point():
                 mine.lerp_(other.to(mine), 1 - decay)
             else:
                 mine.copy_(other)
         self.policy_version = base.policy_version
 
+    def saving(self, *, copy: bool) -> Saving:
+        return checkpoint.saving(self, copy=copy)
+
     def save(self, folder: Path) -> None:
-        state.save(self, folder)
+        self.saving(copy=False)(folder, self.options.ranks)
 
     def load(self, folder: Path) -> None:
-        state.load(self, folder)
+        checkpoint.load(self, folder)
         self.restored = True
 
     def export(self, folder: Path) -> None:

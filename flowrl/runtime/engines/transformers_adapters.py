@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,9 +159,9 @@ class Adapter:
 class AdaptedNetwork(Network):
     """A network that computes with an adapter of its own, or with none."""
 
-    def __init__(self, module: Any, adapter: Adapter, *, autocast: torch.dtype | None, name: str) -> None:
+    def __init__(self, module: Any, adapter: Adapter, **settings: Any) -> None:
         self.adapter = adapter
-        super().__init__(module, autocast=autocast, name=name)
+        super().__init__(module, **settings)
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:
@@ -370,11 +371,16 @@ def _expanded(settings: LoRA) -> str:
 
 def _no_adapter(model: Model, source: str, error: Exception) -> ModelError:
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    inside = Path(source) / "adapter"
+    found = (inside / CONFIG).is_file() and not (Path(source) / CONFIG).is_file()
     return ModelError(
         f"{model!r}: there is no adapter in {source!r}",
         expected=f"a folder with {CONFIG} and adapter_model.safetensors, or the name of such a one on the Hub",
         received=f"{type(error).__name__}: {lines[0]}",
-        do="check lora=LoRA(adapter_source=…)",
+        do=f"lora=LoRA(adapter_source={str(inside)!r}), and the base that it was trained on as source: {source!r} is a model "
+        "with that adapter added already"
+        if found
+        else "check lora=LoRA(adapter_source=…)",
     )
 
 

@@ -7,6 +7,9 @@ PyTorch's causal attention, to which padding after the real tokens is invisible.
 Because a row is described by the places of its tokens, rows may share tokens: the prompt of a group is computed once
 and every response of the group attends to it.
 
+That is what a strategy calls "sdpa". A :class:`Backend` does without padding; it comes with the pack, and what it cannot do
+for a layer is done here (:mod:`~flowrl.runtime.engines.transformers_varlen`).
+
 The function is registered with transformers under :data:`NAME`. Without a :class:`Pack` around it, it does what a
 model's own attention does for padded rows with a cache, so that sampling and training use the same arithmetic; unlike
 the library's "sdpa" it honours soft caps and attention sinks.
@@ -18,7 +21,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -54,16 +58,99 @@ class Pack:
         positions: int64 ``[T]``, of each token within its row.
         buckets: the rows, regrouped for attention.
         slots: int64 ``[T]``: for each packed token its slot among the slots of all buckets, one after the other.
+        rows: per row int64 ``[length of the row]`` on the CPU: the places of its tokens.
+        backend: what computes attention where it can; None for the buckets alone.
     """
 
     tokens: Tensor
     positions: Tensor
     buckets: tuple[Bucket, ...]
     slots: Tensor
+    rows: tuple[Tensor, ...]
+    backend: Backend | None = None
 
     @property
     def longest(self) -> int:
         return max(bucket.length for bucket in self.buckets)
+
+
+class Rule:
+    """Which keys a query of the same row sees, by their positions in the row.
+
+    Args:
+        function: the model's: ``(row, head, query's position, key's position)`` to bool, of any broadcastable shapes.
+        length: positions that are asked for.
+    """
+
+    #: Queries that are looked at together: no ``[length, length]`` is ever whole in :attr:`window`.
+    LINES = 1024
+
+    def __init__(self, function: Callable[..., Any], length: int, device: torch.device | str) -> None:
+        self.function, self.length, self.device = function, length, device
+
+    def lines(self, queries: Tensor) -> Tensor:
+        """bool ``[1, 1, len(queries), length]``."""
+        keys = torch.arange(self.length, device=self.device)
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=self.device)
+        mask = self.function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
+        return mask.expand(1, 1, len(queries), self.length)
+
+    @cached_property
+    def window(self) -> int | None:
+        """Where each query sees the last so many keys up to its own and no others, how many; :attr:`length` where it sees
+        all of them. None for any other rule."""
+        if self.function is causal_mask_function:
+            return self.length
+        places = torch.arange(self.length, device=self.device)
+        window = self.lines(places[-1:]).sum()
+        fits = torch.ones((), dtype=torch.bool, device=self.device)
+        for queries in places.split(self.LINES):
+            back = queries[:, None] - places
+            fits &= (self.lines(queries)[0, 0] == ((back >= 0) & (back < window))).all()
+        return int(window) if bool(fits & (window > 0)) else None
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """bool ``[1, 1, length, length]``; None where the rule is plainly causal."""
+        if self.window == self.length:
+            return None
+        return self.lines(torch.arange(self.length, device=self.device))
+
+
+class Prepared(Protocol):
+    """A rule as a backend wants it."""
+
+    @property
+    def rule(self) -> Rule:
+        """The rule, for what the backend cannot do."""
+        ...
+
+
+class Backend(Protocol):
+    """Attention over packed rows without padding."""
+
+    @property
+    def name(self) -> str:
+        """As a strategy calls it."""
+        ...
+
+    def prepare(self, rule: Rule, pack: Pack) -> Prepared:
+        """What the layers of one forward pass are given for a mask."""
+        ...
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, prepared: Any, settings: Settings, pack: Pack
+    ) -> Tensor | str:
+        """Attention of one layer, or why this layer is none of the backend's.
+
+        Args:
+            query, key, value: ``[1, heads, T, head_dim]``.
+            prepared: of :meth:`prepare`.
+
+        Returns:
+            ``[T, heads, head_dim]``.
+        """
+        ...
 
 
 _pack: ContextVar[Pack | None] = ContextVar("flowrl_pack", default=None)
@@ -108,7 +195,7 @@ def pack_rows(rows: Sequence[Tensor], tokens: Tensor, positions: Tensor) -> Pack
         buckets.append(Bucket(places.flatten().to(device), len(members), length))
         first_slot += len(members) * length
     assert bool((slots >= 0).all()), "a packed token belongs to no row"
-    return Pack(tokens, positions, tuple(buckets), slots.to(device))
+    return Pack(tokens, positions, tuple(buckets), slots.to(device), tuple(rows))
 
 
 def _bucket_rows(lengths: Sequence[int]) -> list[list[int]]:
@@ -129,12 +216,13 @@ def _bucket_rows(lengths: Sequence[int]) -> list[list[int]]:
 # -- what transformers calls -------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # tracing ends at the pack anyway; what follows would be traced again for each number of rows
 def attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Prepared | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -149,6 +237,7 @@ def attention(
         query: ``[rows, num_heads, num_queries, head_dim]``; packed: ``[1, num_heads, T, head_dim]``.
         key, value: the same with ``num_kv_heads`` and ``num_keys``.
         attention_mask: bool ``[rows or 1, 1, num_queries, num_keys]``, True where a query sees a key; None for causal.
+            Of a pack with a backend, what :func:`attention_mask` gave.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
         s_aux: ``[num_heads]``, logits of an attention sink (GPT-OSS).
 
@@ -158,24 +247,45 @@ def attention(
     if position_bias is not None:
         raise NotImplementedError("attention with a position bias")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    settings = _Settings(dropout, scaling, causal, softcap, s_aux)
+    settings = Settings(dropout, scaling, causal, softcap, s_aux)
     pack = _pack.get()
     if pack is None:
+        assert attention_mask is None or isinstance(attention_mask, Tensor)
         return _attend(query, key, value, attention_mask, settings).transpose(1, 2).contiguous(), None
     if not causal:
         raise NotImplementedError("packed rows with attention to later tokens")
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        assert pack.backend is not None
+        found = pack.backend.attend(query, key, value, attention_mask, settings, pack)
+        if isinstance(found, Tensor):
+            return found[None], None
+        attention_mask = attention_mask.rule.mask
+    return attend_in_buckets(query, key, value, attention_mask, settings, pack)[None], None
+
+
+def attend_in_buckets(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings, pack: Pack
+) -> Tensor:
+    """``[T, heads, head_dim]`` of packed rows, by way of padded ones.
+
+    Args:
+        query, key, value: ``[1, heads, T, head_dim]``.
+        mask: bool ``[1, 1, longest row, longest row]``; None for causal.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]
     outputs = []
     for bucket in pack.buckets:
-        mask = None if attention_mask is None else attention_mask[..., : bucket.length, : bucket.length]
-        out = _attend(_regroup(q, bucket), _regroup(k, bucket), _regroup(v, bucket), mask, settings)
+        part = None if mask is None else mask[..., : bucket.length, : bucket.length]
+        out = _attend(_regroup(q, bucket), _regroup(k, bucket), _regroup(v, bucket), part, settings)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [slots, heads, head_dim]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.index_select(0, pack.slots)[None], None
+    return joined.index_select(0, pack.slots)
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
+    """What a layer asks of attention, as :func:`attention` is given it."""
+
     dropout: float
     scaling: float | None
     causal: bool
@@ -190,7 +300,7 @@ def _regroup(x: Tensor, bucket: Bucket) -> Tensor:
     return rows.view(bucket.num_rows, bucket.length, heads, dim).transpose(1, 2)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings) -> Tensor:
     """``[rows, heads, num_queries, head_dim]``."""
     if settings.softcap is not None or settings.sinks is not None:
         return _attend_plainly(query, key, value, mask, settings)
@@ -216,7 +326,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sett
     )
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings) -> Tensor:
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: Settings) -> Tensor:
     """What no fused kernel does: soft caps and sinks, written out."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -245,11 +355,11 @@ def attention_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Tensor | None:
+) -> Tensor | Prepared | None:
     """The mask function of :class:`transformers.AttentionMaskInterface`.
 
     Packed, it evaluates the model's rule (causal, sliding window, chunks) once on places within a row: bool
-    ``[1, 1, longest row, longest row]``, or None where the rule is plainly causal.
+    ``[1, 1, longest row, longest row]``, or None where the rule is plainly causal; for a backend, what that makes of the rule.
     """
     pack = _pack.get()
     if pack is None:
@@ -263,14 +373,8 @@ def attention_mask(
             device=device,
             **kwargs,
         )
-    if mask_function is causal_mask_function:
-        return None
-    place = torch.arange(pack.longest, device=device)
-    zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
-    mask = mask_function(zero, zero, place[None, None, :, None], place[None, None, None, :])
-    mask = mask.expand(1, 1, pack.longest, pack.longest)
-    plain = torch.ones(pack.longest, pack.longest, dtype=torch.bool, device=device).tril()
-    return None if torch.equal(mask[0, 0], plain) else mask
+    rule = Rule(mask_function, pack.longest, device)
+    return rule.mask if pack.backend is None else pack.backend.prepare(rule, pack)
 
 
 AttentionInterface.register(NAME, attention)

@@ -15,7 +15,7 @@ from flowrl.errors import ModelError, UnsupportedError
 from flowrl.functional.divergence import divergence
 from flowrl.nodes.loss import Divergence
 from flowrl.runtime.engines.transformers_distribution import Distributions
-from flowrl.runtime.engines.transformers_layout import Layout, padded_layout
+from flowrl.runtime.engines.transformers_layout import padded_layout
 
 if TYPE_CHECKING:
     from flowrl.runtime.engines.transformers import TransformersEngine
@@ -98,13 +98,16 @@ def _forward(engine: TransformersEngine, sequences: Sequences, wanted: Wanted) -
             _read_distributions(out, Distributions(network, layout, hidden, wanted.temperature), sequences, wanted)
         if head is not None:  # at the last token by length: padding may look like any token
             assert hidden is not None
-            out.scores = head(hidden[layout.last]).float()[:, 0]
+            out.scores = head(hidden[layout.last]).float()[:, 0].clone()
     if wanted.scores and head is None:
         out.scores = _padded_scores(engine, sequences)
     if wanted.heads:
         assert hidden is not None
         predicting = hidden[layout.predictors].float()
-        out.values = {name: engine.heads[engine.head_name(name)](predicting)[:, 0].cpu() for name in wanted.heads}
+        # What a pass returns is no view: FSDP hooks into its gradient, and an operation in place would lose the hook.
+        out.values = {
+            name: engine.heads[engine.head_name(name)](predicting)[:, 0].clone().cpu() for name in wanted.heads
+        }
     for name in ("logprobs", "entropy", "sum_pi_squared", "scores"):
         if (value := getattr(out, name)) is not None:
             setattr(out, name, value.cpu())
@@ -151,9 +154,9 @@ def _of_other(spec: Divergence, sequences: Sequences, temperature: float) -> Dis
     """The distributions of the other Model for the same tokens, without gradient."""
     other: Any = spec.model.bound_engine()
     network = other.network
-    layout: Layout = network.layout(sequences)
 
     def distributions() -> Distributions:
+        layout = network.layout(sequences)  # at the first pass it probes the network, which only a pass may
         with torch.no_grad(), network.compute():
             hidden = network.hidden(layout) if network.computes_logits_here else None
             return Distributions(network, layout, hidden, temperature)
@@ -175,7 +178,7 @@ def _padded_scores(engine: TransformersEngine, sequences: Sequences) -> Tensor:
     layout = padded_layout(sequences, engine.network.device)
     with engine.network.compute():
         logits = engine.network.module(input_ids=layout.input_ids, attention_mask=layout.attention_mask).logits
-    return logits.float().reshape(sequences.num_rows, -1)[:, 0]
+    return logits.float().reshape(sequences.num_rows, -1)[:, 0].clone()
 
 
 def joined(parts: Sequence[Tensor | None]) -> Tensor:

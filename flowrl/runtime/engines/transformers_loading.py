@@ -56,7 +56,8 @@ HUB_TIMEOUT = 5.0
 
 def load_module(model: Model, device: torch.device | None = None) -> PreTrainedModel:
     """The network of a Model, on the CPU, in its dtype: a causal language model, the body alone of a ValueModel, or the
-    classifier of a RewardModel. A ValueModel's is a copy where the source is live: its trunk is its own.
+    classifier of a RewardModel. A ValueModel's is a copy where the source is live: its trunk is its own, unless it has an
+    adapter, which leaves the trunk as it is.
 
     Args:
         device: where a Model with ``quantization`` is loaded to, since it is quantised there.
@@ -166,7 +167,8 @@ def _live_module(model: Model) -> PreTrainedModel:
             do="save the adapter, and give the base with lora=LoRA(adapter_source=folder); or merge_and_unload() it",
         )
     if model.kind == "value":
-        module = copy.deepcopy(getattr(module, "base_model", module))
+        trunk: Any = getattr(module, "base_model", module)
+        module = copy.deepcopy(trunk) if model.lora is None else _sharing_tensors(trunk)
     elif getattr(model, "new_head", False):
         module = _classifier_on(module)
     elif model.lora is not None:
@@ -374,42 +376,6 @@ def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | 
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
-
-
-def _converted(model: Model, source: str, options: Mapping[str, Any]) -> Path | None:
-    """The folder of the converted file, made now if it is not there; None where it cannot be written."""
-    file = _gguf_path(model, source, options)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowrl" / "converted"
-    stat = file.stat()
-    key = json.dumps(
-        [str(file.resolve()), stat.st_size, stat.st_mtime_ns, sorted((k, str(v)) for k, v in options.items())]
-        + [_is_classifier(model), model.dtype, transformers.__version__]
-    )
-    target = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-    if (target / "config.json").is_file():
-        return target
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache))
-    except OSError as error:
-        logger.info("%s cannot be written (%s): %s is converted each time", cache, error, file.name)
-        return None
-    try:
-        _convert(model, source, options, work)
-        work.rename(target)
-    except OSError as error:
-        if (target / "config.json").is_file():  # another process was quicker
-            return target
-        logger.info("%s cannot be written (%s): %s is converted each time", cache, error, file.name)
-        return None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
-
-
-def _is_classifier(model: Model) -> bool:
-    """Whether the source is a classifier: that of a reward model with a new head is a language model."""
-    return model.kind == "reward" and not getattr(model, "new_head", False)
 
 
 def _convert(model: Model, source: str, options: Mapping[str, Any], folder: Path) -> None:

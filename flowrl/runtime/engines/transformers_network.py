@@ -4,6 +4,7 @@ What can be used of a model is found out by trying, never from its name. A *prob
 model as it is, and through the quick paths. Those that agree are used:
 
 * packed rows, where rows do not leak into each other (a state-space or convolution layer would leak);
+* attention without padding, where the strategy allows or asks for it;
 * the head on selected positions in slices, where logits are a linear head followed by a known scale or soft cap.
 
 Else rows are padded, or the model computes its logits itself; both are slower, neither is wrong.
@@ -15,7 +16,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,13 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.batches import Sequences, Spans
+from flowrl.compiler.strategy import Strategy
+from flowrl.errors import ModelError
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines.transformers_attention import (
     NAME,
+    Backend,
     attention_implementation,
     configs_of,
     packed,
 )
+from flowrl.runtime.engines.transformers_backends import backend_of, relative_distance, tried
 from flowrl.runtime.engines.transformers_head import LogitTransform, head_logprobs, token_logprobs
 from flowrl.runtime.engines.transformers_layout import Layout, packed_layout, padded_layout
 
@@ -45,10 +50,12 @@ class Abilities:
 
     Args:
         packs: rows may be packed, and our attention does what the model's does.
+        backend: what computes attention over packed rows, after it was tried; None for "sdpa".
         transform: how the head's output becomes logits; None where the model must compute its logits itself.
     """
 
     packs: bool
+    backend: Backend | None
     transform: LogitTransform | None
 
 
@@ -59,12 +66,20 @@ class Network:
         module: the model; all its parameters are the Model's.
         autocast: dtype of matrix products in training and scoring; None for that of the weights.
         name: of the Model, for messages.
+        strategy: how attention is computed.
+
+    Raises:
+        ModelError: attention is asked for that this machine or this precision cannot have.
     """
 
-    def __init__(self, module: Any, *, autocast: torch.dtype | None, name: str) -> None:
+    def __init__(
+        self, module: Any, *, autocast: torch.dtype | None, name: str, strategy: Strategy | None = None
+    ) -> None:
         self.module = module
         self.autocast_dtype = autocast
         self.name = name
+        #: Where passes are computed; parameters that are offloaded lie elsewhere between them.
+        self.device = next(module.parameters()).device
         # No dropout, in training neither: two passes over the same rows must agree, or ratios are noise.
         module.eval()
         inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # inside of adapters
@@ -73,14 +88,17 @@ class Network:
         self.configs = configs_of(module)
         self.parameters_of_trunk = set(inspect.signature(self.trunk.forward).parameters)
         self.parameters_of_module = set(inspect.signature(module.forward).parameters)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        self.strategy = strategy or Strategy()
+        self._backend = backend_of(self.strategy, self.device, self.compute_dtype, name)
 
     @property
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.module.parameters() if p.is_floating_point())
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of matrix products in training and scoring."""
+        return self.autocast_dtype or self.dtype
 
     @property
     def hidden_size(self) -> int:
@@ -116,7 +134,9 @@ class Network:
 
     def layout(self, sequences: Sequences) -> Layout:
         """The layout of a micro-batch that this model takes."""
-        return (packed_layout if self.abilities.packs else padded_layout)(sequences, self.device)
+        if not self.abilities.packs:
+            return padded_layout(sequences, self.device)
+        return _with_backend(packed_layout(sequences, self.device), self.abilities.backend)
 
     def hidden(self, layout: Layout) -> Tensor:
         """``[places, hidden]``: the last hidden state of every place of the layout. Call it under :meth:`compute`."""
@@ -141,7 +161,7 @@ class Network:
             self.head.bias,
             layout.targets,
             transform=transform,
-            dtype=self.autocast_dtype or self.dtype,
+            dtype=self.compute_dtype,
             temperature=temperature,
             entropy=entropy,
         )
@@ -173,8 +193,10 @@ class Network:
     @cached_property
     def abilities(self) -> Abilities:
         """What of this model can be done the quick way."""
-        with torch.no_grad():
-            abilities = Abilities(self._probe_packing(), self._probe_head())
+        # Layers that are compiled are not: what is tried here comes once, and there are few compilations of a function.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            packs = self._probe_packing()
+            abilities = Abilities(packs, self._probe_backend(packs), self._probe_head())
         if not abilities.packs:
             logger.warning("%s: its attention cannot be packed; rows are padded instead (slower)", self.name)
         if abilities.transform is None and self.head is not None:
@@ -204,7 +226,32 @@ class Network:
         assert layout.pack is not None
         places = torch.cat([bucket.places for bucket in layout.pack.buckets])
         real = _real_slots(sequences, layout)
-        return _distance(found[places[real]], reference) <= self._tolerance
+        return relative_distance(found[places[real]], reference) <= self._tolerance
+
+    def _probe_backend(self, packs: bool) -> Backend | None:
+        backend, wanted = self._backend, self.strategy.attention
+        if backend is None:
+            return None
+        if not packs:
+            if wanted == "auto":
+                return None
+            raise ModelError(
+                f"{self.name}: attention={wanted!r} cannot be used",
+                expected="a model whose rows can be packed",
+                received=f"{type(self.module).__name__}, whose rows are padded",
+                do="use attention='sdpa' or 'auto'",
+            )
+        layout = packed_layout(_probe_sequences(self.vocab_size), self.device)
+
+        def run(trial: Backend) -> None:
+            with attention_implementation(self.configs, NAME), self._autocast():
+                self.hidden(_with_backend(layout, trial))
+
+        tolerance = TOLERANCE.get(self.compute_dtype, 5e-2)
+        found, why = tried(backend, run, tolerance=tolerance, named=wanted != "auto", model=self.name)
+        if found is None:
+            logger.info("%s: %s attention is not used: %s", self.name, backend.name, why)
+        return found
 
     def _probe_head(self) -> LogitTransform | None:
         if type(self.head) is not nn.Linear:
@@ -221,7 +268,7 @@ class Network:
         scales += [s for n in ("logit_scale", "lm_head_multiplier") if (s := getattr(config, n, None))]
         caps = [None, *([c] if (c := getattr(config, "final_logit_softcapping", None)) else [])]
         for transform in (LogitTransform(float(s), c) for s in scales for c in caps):
-            if _distance(transform(self.head(hidden).float()), logits) <= self._tolerance:
+            if relative_distance(transform(self.head(hidden).float()), logits) <= self._tolerance:
                 return transform
         return None
 
@@ -251,7 +298,6 @@ def _real_slots(sequences: Sequences, layout: Layout) -> Tensor:
     return (torch.arange(length) < sequences.tokens.lengths[:, None]).flatten().to(layout.input_ids.device)
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """Relative L2 distance; infinite where either is not finite."""
-    difference = (found.float() - expected.float()).norm() / expected.float().norm()
-    return float(difference) if bool(torch.isfinite(difference)) else float("inf")
+def _with_backend(layout: Layout, backend: Backend | None) -> Layout:
+    assert layout.pack is not None
+    return layout if backend is None else replace(layout, pack=replace(layout.pack, backend=backend))

@@ -34,11 +34,17 @@ class Shards:
 
     dp_rank = 0
     dp_size = 1
+    #: Ranks that work on the same rows, each on its part of every layer.
+    tp_size = 1
     #: Whether every forward and backward pass is a conversation of all ranks.
     in_step = False
 
-    def deal(self, items: Sequence[T]) -> list[tuple[T, bool]]:
-        """This rank's share of what all ranks hold, with False for what is only run to keep in step."""
+    def deal(self, items: Sequence[T], *, in_step: bool = False) -> list[tuple[T, bool]]:
+        """This rank's share of what all ranks hold, with False for what is only run to keep in step.
+
+        Args:
+            in_step: whether another network is run on each item whose passes are conversations of all ranks.
+        """
         return [(item, True) for item in items]
 
     def run(self, function: Callable[[], T], *, stays: bool = False) -> T:
@@ -124,6 +130,7 @@ class ParallelShards(Shards):
         self.ranks, self.strategy = ranks, strategy
         tp = strategy.tensor_parallel
         dp = ranks.size // tp
+        self.tp_size = tp
         shard = strategy.shard_size or dp
         device = next(module.parameters()).device.type
         self.mesh = _mesh(device, (dp // shard, shard, tp), ranks.deadline)
@@ -166,10 +173,10 @@ class ParallelShards(Shards):
 
     # -- what is dealt out --------------------------------------------------------------------------------------------------
 
-    def deal(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+    def deal(self, items: Sequence[T], *, in_step: bool = False) -> list[tuple[T, bool]]:
         mine = [(item, True) for item in items[self.dp_rank :: self.dp_size]]
         most = math.ceil(len(items) / self.dp_size)
-        idle = [(items[0], False) for _ in range(most - len(mine))] if self.in_step else []
+        idle = [(items[0], False) for _ in range(most - len(mine))] if self.in_step or in_step else []
         return mine + idle
 
     def everyone(self, value: T) -> list[T]:
@@ -229,9 +236,18 @@ class ParallelShards(Shards):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local = _local(parameter.grad)
-            summed = self.total(local.cpu())
+            summed = self._added_up(local.contiguous())
             if summed is not local:
                 local.copy_(summed)
+
+    def _added_up(self, part: Tensor) -> Tensor:
+        """The sum over data-parallel ranks, in place, on the device where it lies."""
+        if part.device.type == "cpu":
+            return self.total(part)
+        for axis in ("shard", "replicate"):
+            if self.mesh[axis].size() > 1:
+                dist.all_reduce(part, group=self.mesh[axis].get_group())
+        return part
 
     def together(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         by_mesh: dict[Any, list[nn.Parameter]] = {}
@@ -279,6 +295,15 @@ class ParallelShards(Shards):
             return
         local = target.to_local()
         local.copy_(local_part(target, whole).to(local))
+
+
+def lie_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether each rank holds the same part of both."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        return a.device_mesh == b.device_mesh and a.placements == b.placements
+    return not isinstance(a, DTensor) and not isinstance(b, DTensor)
 
 
 def local_part(target: Any, whole: Tensor) -> Tensor:

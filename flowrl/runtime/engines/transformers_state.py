@@ -1,8 +1,8 @@
-"""Weights and optimiser state of an engine: read, replaced, saved, restored, exported."""
+"""Weights of an engine: read, replaced, exported."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowrl.errors import CheckpointError, ModelError
+from flowrl.errors import ModelError
 from flowrl.runtime.engines import transformers_merging as merging
 from flowrl.runtime.engines.transformers_loading import VALUE_HEADS, quiet
 
 if TYPE_CHECKING:
+    from flowrl.models import Model
     from flowrl.runtime.engines.transformers import TransformersEngine
+    from flowrl.runtime.ranks import Ranks
 
-WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.pt", "engine.json"
 HEAD_PREFIX = "value_heads."
 
 
@@ -42,6 +43,22 @@ def _tensors_of_module(engine: TransformersEngine) -> dict[str, Tensor]:
             seen.add(id(tensor))
             found[name] = tensor
     return found
+
+
+def require_same(module: torch.nn.Module, model: Model, ranks: Ranks) -> None:
+    """Refuse a live model whose numbers are others on other ranks: each made its own, from its own random numbers.
+
+    Raises:
+        FlowError: it names the Model.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    ranks.require_same(
+        {f"the live model of {model.name!r}": f"SHA-256 {digest.hexdigest()[:12]}"},
+        do="seed what makes it (torch.manual_seed) in the same way on every rank, or load it from a folder",
+    )
 
 
 def aliases(engine: TransformersEngine) -> dict[str, str]:
@@ -105,96 +122,6 @@ def load_weights(engine: TransformersEngine, new: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in current.items():
             engine.shards.place(tensor, new[name])
-
-
-def save(engine: TransformersEngine, folder: Path) -> None:
-    """Write weights, optimiser and counters."""
-    from safetensors.torch import save_file
-
-    tensors = {name: engine.shards.whole(t).cpu().contiguous() for name, t in live_tensors(engine).items()}
-    optimizer = optimizer_state(engine)
-    if not engine.shards.is_first:
-        return
-    save_file(tensors, folder / WEIGHTS)
-    torch.save(optimizer, folder / OPTIMIZER)
-    state = {
-        "policy_version": engine.policy_version,
-        "optimizer_steps": engine.optimizer_steps,
-        "heads": list(engine.heads),
-    }
-    if engine.adapter is not None:
-        state["adapter"] = engine.adapter.adapters.describe()
-    (folder / STATE).write_text(json.dumps(state))
-
-
-def load(engine: TransformersEngine, folder: Path) -> None:
-    """Restore what :func:`save` wrote, bit for bit.
-
-    Raises:
-        CheckpointError: files are missing, or are of another model.
-    """
-    from safetensors.torch import load_file
-
-    absent = [name for name in (WEIGHTS, OPTIMIZER, STATE) if not (folder / name).is_file()]
-    if absent:
-        raise CheckpointError(
-            f"{folder} is no checkpoint of {engine.model!r}",
-            expected=f"the files {WEIGHTS}, {OPTIMIZER} and {STATE}",
-            received=f"no {', '.join(absent)}",
-        )
-    state = json.loads((folder / STATE).read_text())
-    adapter = None if engine.adapter is None else engine.adapter.adapters.describe()
-    if state.get("adapter") != adapter:
-        raise CheckpointError(
-            f"{folder} is a checkpoint of another adapter",
-            expected=f"{adapter or 'none'}, as {engine.model!r} has",
-            received=state.get("adapter") or "none",
-            do="resume with the lora= and quantization= that the run was started with",
-        )
-    for head in state["heads"]:
-        engine.add_value_head(head)
-    try:
-        load_weights(engine, load_file(folder / WEIGHTS))
-    except ModelError as error:
-        raise CheckpointError(f"{folder} is a checkpoint of another model", received=error.message) from error
-    engine.policy_version = state["policy_version"]
-    engine.optimizer_steps = state["optimizer_steps"]
-    restore_optimizer(engine, torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True))
-
-
-def optimizer_state(engine: TransformersEngine) -> dict[str, dict[str, Tensor]]:
-    """By parameter name the optimiser's tensors; empty before the first step."""
-    if engine.optimizer is None:
-        return {}
-    states = engine.optimizer.state
-    return {
-        name: {key: engine.shards.whole(value).cpu() for key, value in states[parameter].items()}
-        for name, parameter in engine.trained_parameters()
-        if parameter in states
-    }
-
-
-def restore_optimizer(engine: TransformersEngine, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Set the optimiser's tensors; its settings come with the next step."""
-    from flowrl.nodes.updater import AdamW
-
-    engine.optimizer = None
-    if not states:
-        return
-    optimizer = engine.torch_optimizer(AdamW())
-    parameters = dict(engine.trained_parameters())
-    for name, tensors in states.items():
-        parameter = parameters[name]
-        optimizer.state[parameter] = {k: _placed(engine, parameter, t) for k, t in tensors.items()}
-
-
-def _placed(engine: TransformersEngine, parameter: Tensor, whole: Tensor) -> Tensor:
-    """An optimiser's tensor of a parameter, which lies over ranks as the parameter does; a counter as it is."""
-    if whole.shape != parameter.shape:
-        return whole.to(parameter.device, copy=True)
-    placed = torch.zeros_like(parameter)
-    engine.shards.place(placed, whole)
-    return placed
 
 
 def export(engine: TransformersEngine, folder: Path) -> None:

@@ -89,9 +89,11 @@ def train_step(
 
     Raises:
         FlowError: a loss whose counts over micro-batches do not add up to its count over the step.
-        ModelError: a value head that is not on this Model.
+        ModelError: a value head that is not on this Model, or a divergence to one that lies over ranks in a way that
+            does not fit.
     """
     _open_heads(engine, terms)
+    others_in_step = _open_others(engine, terms)
     tallies = [_Tally() for _ in terms]
     works = _group(engine, list(zip(terms, tallies, strict=True)))
     learning_rate = optimizer.learning_rate_at(engine.optimizer_steps)
@@ -99,11 +101,12 @@ def train_step(
     _clear_gradients(parameters)
     objective, guilty = 0.0, []
     for work in works:
-        for rows, counts in engine.shards.deal(work.batches):
-            value, bad = _run_batch(engine, work, rows, backward=engine.shards.in_step or not guilty, tally=counts)
+        for rows, counts in engine.shards.deal(work.batches, in_step=others_in_step):
+            backward = engine.shards.in_step or (counts and not guilty)
+            value, bad = _run_batch(engine, work, rows, backward=backward, tally=counts)
             objective += value
             guilty += bad
-    for parameter in parameters:  # where nothing pulls, momentum and decay go on, as over ranks, where all get a gradient
+    for parameter in parameters:  # where nothing pulls, momentum and decay go on, as they do over ranks
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     engine.shards.reduce_gradients(parameters)
@@ -145,6 +148,30 @@ def _open_heads(engine: TransformersEngine, terms: Sequence[TermRows]) -> None:
                 do="put the loss into the updater of the Model that carries the head",
             )
         engine.add_value_head(head.name)
+
+
+def _open_others(engine: TransformersEngine, terms: Sequence[TermRows]) -> bool:
+    """Open the Models that divergences compare with: whether the passes of one are conversations of all ranks.
+
+    Raises:
+        ModelError: one whose layers are split over ranks that work on different rows of this Model.
+    """
+    in_step = False
+    for rows in terms:
+        spec = rows.term.loss.divergence()
+        if spec is None:
+            continue
+        other: Any = spec.model.bound_engine()
+        if engine.shards.tp_size % other.shards.tp_size:
+            raise ModelError(
+                f"A divergence of {engine.model!r} to {spec.model!r} cannot be taken: tensor_parallel of {spec.model.name} "
+                "would split its layers over ranks that work on different rows",
+                expected=f"a divisor of {engine.shards.tp_size}, that of {engine.model.name}",
+                received=other.shards.tp_size,
+                do=f"strategies={{{spec.model.name!r}: Strategy()}}, or the same tensor_parallel for both",
+            )
+        in_step |= other.shards.in_step
+    return in_step
 
 
 def _group(engine: TransformersEngine, terms: list[tuple[TermRows, _Tally]]) -> list[_Work]:

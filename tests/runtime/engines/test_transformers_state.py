@@ -61,7 +61,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="another model"):
         engine.load(tmp_path)
     assert all(torch.equal(before[n], t) for n, t in engine.weights())
-    with pytest.raises(CheckpointError, match=r"no weights\.safetensors, optimizer\.pt, engine\.json"):
+    with pytest.raises(CheckpointError, match=r"engine\.json"):
         engine.load(tmp_path / "nowhere")
 
 
