@@ -6,11 +6,12 @@ Settings, names, data and columns need nothing. The lengths of prompts need the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowrl.batches import Sequences
 from flowrl.compiler.plan import Program, ProgramCall
+from flowrl.compiler.strategy import is_whole
 from flowrl.errors import DataError, FlowError, nearest
 from flowrl.models import BaseModel
 from flowrl.nodes.loss import Loss
@@ -33,7 +34,7 @@ def check_settings(
     Raises:
         FlowError: with a sentence a problem.
     """
-    problems = [] if _whole(num_steps, 1) else [f"num_steps is {num_steps!r}; expected a whole number, at least 1"]
+    problems = [] if is_whole(num_steps, 1) else [f"num_steps is {num_steps!r}; expected a whole number, at least 1"]
     if runtime not in RUNTIMES:
         problems.append(f"runtime is {runtime!r}; {nearest(str(runtime), RUNTIMES)}")
     problems += _bad_settings(num_steps=num_steps, **settings)
@@ -42,8 +43,8 @@ def check_settings(
         raise FlowError("This run cannot start: " + "; ".join(problems))
 
 
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _bad_settings(
@@ -59,10 +60,11 @@ def _bad_settings(
     samples_every: Any,
     micro_batch_tokens: Any,
     deadline: Any,
+    **switches: Any,
 ) -> Iterator[str]:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         yield f"seed is {seed!r}; expected a whole number of at most 64 bits"
-    if checkpoint_every is not None and not _whole(checkpoint_every, 1):
+    if checkpoint_every is not None and not is_whole(checkpoint_every, 1):
         yield f"checkpoint_every is {checkpoint_every!r}; expected a whole number, at least 1, or None"
     least = {
         "keep_last": 1,
@@ -74,14 +76,20 @@ def _bad_settings(
     values = dict(keep_last=keep_last, max_nonfinite_steps=max_nonfinite_steps, max_empty_steps=max_empty_steps)
     values |= dict(samples_every=samples_every, micro_batch_tokens=micro_batch_tokens)
     for name, value in values.items():
-        if not _whole(value, least[name]):
+        if not is_whole(value, least[name]):
             yield f"{name} is {value!r}; expected a whole number, at least {least[name]}"
-    if time_limit is not None and not (isinstance(time_limit, int | float) and time_limit > 0):
+    if time_limit is not None and not _seconds(time_limit):
         yield f"time_limit is {time_limit!r}; expected seconds, more than 0"
-    if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
+    if deadline is not None and not _seconds(deadline):
         yield f"deadline is {deadline!r}; expected seconds, more than 0"
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            yield f"{name} is {value!r}; expected True or False"
+    if isinstance(dump_steps, str) or not isinstance(dump_steps, Collection):
+        yield f"dump_steps is {dump_steps!r}; expected a list of steps"
+        return
     for step in dump_steps:
-        if not _whole(step, 1) or (_whole(num_steps, 1) and step > num_steps):
+        if not is_whole(step, 1) or (is_whole(num_steps, 1) and step > num_steps):
             yield f"dump_steps holds {step!r}; expected steps from 1 to num_steps={num_steps}"
 
 
@@ -91,7 +99,7 @@ def _bad_evaluations(keep_best: Any, evaluations: Sequence[Evaluation]) -> Itera
         name = evaluation.name
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
             yield f"an evaluation is called {name!r}; expected letters, digits, '_', '-' and '.'"
-        if not _whole(evaluation.every, 1):
+        if not is_whole(evaluation.every, 1):
             yield f"evaluation {name!r} runs every {evaluation.every!r} steps; expected a whole number, at least 1"
         writers = [evaluation.flow.label(c) for c in evaluation.flow.calls if c.node.writes()]
         if writers:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.compiler.cluster import Cluster
-from flowrl.compiler.compile import DEFAULT_MICRO_BATCH_TOKENS, Strategies, compile
+from flowrl.compiler.compile import DEFAULT_MICRO_BATCH_TOKENS, Strategies, cluster_of, compile, strategies_by_name
 from flowrl.compiler.plan import Program
 from flowrl.compiler.strategy import Strategy
 from flowrl.errors import FlowError, nearest
@@ -211,9 +211,10 @@ def run(
     check_settings(num_steps=num_steps, runtime=runtime, keep_best=keep_best, evaluations=evaluations, seed=seed,
                    checkpoint_every=checkpoint_every, keep_last=keep_last, time_limit=time_limit, dump_steps=dump_steps,
                    max_nonfinite_steps=max_nonfinite_steps, max_empty_steps=max_empty_steps, samples_every=samples_every,
-                   micro_batch_tokens=micro_batch_tokens, deadline=deadline)  # fmt: skip
+                   micro_batch_tokens=micro_batch_tokens, deadline=deadline, resume=resume,
+                   async_checkpoints=async_checkpoints, export=export, report=report, progress=progress)  # fmt: skip
     with _ranks(runtime, deadline) as ranks:
-        plan = _Planner(cluster or Cluster.detect(ranks.size), micro_batch_tokens, strategies or {}, strategy)
+        plan = _Planner(cluster_of(cluster, ranks.size), micro_batch_tokens, strategies, strategy)
         program, sets, plans = ranks.together(lambda: plan.all(flow, data, evaluations, ranks.size))
 
         from flowrl.runtime.run_folder import RunFolder, default_folder
@@ -287,7 +288,7 @@ class _Planner:
 
     cluster: Cluster | None
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
-    strategies: Strategies = field(default_factory=dict)
+    strategies: Strategies | None = None
     strategy: Strategy | None = None
 
     def all(
@@ -306,8 +307,7 @@ class _Planner:
                 do=f"torchrun --nproc-per-node {self.cluster.num_devices} with runtime='spmd', or another num_devices",
             )
         names = {m.name for f in (flow, *(e.flow for e in evaluations)) for m in f.models}
-        for key in self.strategies:
-            name = key if isinstance(key, str) else key.name
+        for name in strategies_by_name(self.strategies):
             if name not in names:
                 raise FlowError(
                     f"strategies name {name!r}, which is no Model of this run",
@@ -323,7 +323,7 @@ class _Planner:
 
     def program(self, flow: RLFlow) -> Program:
         names = {m.name for m in flow.models}
-        here = {k: s for k, s in self.strategies.items() if (k if isinstance(k, str) else k.name) in names}
+        here = {name: held for name, held in strategies_by_name(self.strategies).items() if name in names}
         tokens = self.micro_batch_tokens
         return compile(flow, self.cluster, micro_batch_tokens=tokens, strategies=here, strategy=self.strategy)
 

@@ -24,6 +24,7 @@ from flowrl import (
     Sampling,
     source,
 )
+from flowrl.compiler.strategy import Strategy
 from flowrl.data import PromptDataset
 from flowrl.errors import CheckError, DataError, FlowError, ModelError, RewardError, RunFolderError
 from tests.flows import FAST, SAMPLING, prompts, reward, tiny_grpo
@@ -74,6 +75,22 @@ def untouched(folder: Path) -> bool:
         ({"samples_every": None}, r"samples_every is None"),
         ({"micro_batch_tokens": 0}, r"micro_batch_tokens is 0"),
         ({"dump_steps": [9]}, r"dump_steps holds 9; expected steps from 1 to num_steps=1"),
+        ({"dump_steps": 9}, r"dump_steps is 9; expected a list of steps"),
+        ({"deadline": True}, r"deadline is True; expected seconds, more than 0"),
+        ({"time_limit": True}, r"time_limit is True; expected seconds, more than 0"),
+        (
+            {"async_checkpoints": "no", "resume": 1},
+            r"resume is 1; expected True or False; async_checkpoints is 'no'; expected True or False",
+        ),
+        (
+            {"export": None, "report": "", "progress": 0},
+            r"export is None; .*; report is ''; .*; progress is 0; expected True",
+        ),
+        ({"cluster": "cpu"}, r"cluster is no Cluster"),
+        ({"strategies": ["tiny"]}, r"strategies are no mapping"),
+        ({"strategies": {"tiny": Strategy(tensor_parallel=1.0)}}, r"tiny: tensor_parallel is 1\.0"),  # type: ignore[arg-type]
+        ({"strategy": {}}, r"strategy is \{\}; expected a flowrl\.Strategy, or None"),
+        ({"strategy": Strategy(shard_layers=("Nope",))}, r"tiny has no module of class Nope"),
         ({"keep_best": "eval/heldout/reward"}, r"keep_best is 'eval/heldout/reward', but there is no evaluation"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowrl.compiler.strategy import is_whole
 from flowrl.errors import FlowError
 
 
@@ -17,15 +18,24 @@ class Cluster:
         num_devices: how many, a rank each. More than one are run by ``runtime="spmd"`` under torchrun.
 
     Raises:
-        FlowError: ``num_devices`` is not a positive number, or several are asked for on one that is named by its index.
+        FlowError: ``device`` is no name, ``num_devices`` is not a positive number, or several are asked for on one that is
+            named by its index.
     """
 
     device: str = "cpu"
     num_devices: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_devices, int) or self.num_devices < 1:
-            raise FlowError("A cluster needs a device", expected="num_devices of at least 1", received=self.num_devices)
+        if not isinstance(self.device, str) or not self.device:
+            raise FlowError(
+                "A cluster needs a device", expected="'cpu', 'cuda' or 'cuda:<index>'", received=repr(self.device)
+            )
+        if not is_whole(self.num_devices, 1):
+            raise FlowError(
+                "A cluster needs a device",
+                expected="num_devices, a whole number of at least 1",
+                received=repr(self.num_devices),
+            )
         if self.num_devices > 1 and ":" in self.device:
             raise FlowError(
                 f"{self.num_devices} ranks cannot share {self.device}",

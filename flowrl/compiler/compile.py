@@ -18,7 +18,7 @@ from flowrl.compiler.plan import (
     Program,
     ProgramCall,
 )
-from flowrl.compiler.strategy import Strategy
+from flowrl.compiler.strategy import Strategy, is_whole
 from flowrl.display import graph_svg
 from flowrl.errors import FlowError, nearest
 from flowrl.flow import RLFlow
@@ -53,13 +53,16 @@ def compile(
 
     Raises:
         CheckError: the flow breaks rules; all of them are in the message.
-        FlowError: ``micro_batch_tokens`` is not a positive number, or strategies do not fit the flow or the cluster.
+        FlowError: ``micro_batch_tokens`` is not a positive number, ``cluster`` is no Cluster, or strategies do not fit the
+            flow or the cluster.
     """
-    if micro_batch_tokens < 1:
-        raise FlowError("micro_batch_tokens cannot work", expected="at least 1", received=micro_batch_tokens)
+    if not is_whole(micro_batch_tokens, 1):
+        raise FlowError(
+            "micro_batch_tokens cannot work", expected="a whole number, at least 1", received=repr(micro_batch_tokens)
+        )
     flow.check().raise_if_broken()
-    cluster = cluster or Cluster.detect()
-    held = strategies_of(flow.models, cluster, strategies or {}, strategy or Strategy())
+    cluster = cluster_of(cluster)
+    held = strategies_of(flow.models, cluster, strategies, Strategy() if strategy is None else strategy)
     check_teachers(flow, held)
     elided = elided_calls(flow)
     order = flow.execution_order()
@@ -138,16 +141,67 @@ def _planned_model(model: BaseModel, cluster: Cluster, writer: str, strategy: St
 # -- strategies --------------------------------------------------------------------------------------------------------
 
 
-def strategies_of(
-    models: Sequence[BaseModel], cluster: Cluster, given: Strategies, default: Strategy
-) -> dict[str, Strategy]:
-    """By name of the Model, how it is held.
+def cluster_of(given: Any, num_devices: int = 1) -> Cluster:
+    """The cluster that is meant: the best devices of this machine where none is given.
 
     Raises:
-        FlowError: strategies of what is no Model here or shares another's weights, or that do not fit the cluster; all of
-            them.
+        FlowError: it is something else.
     """
-    by_name = {key if isinstance(key, str) else key.name: value for key, value in given.items()}
+    if given is None:
+        return Cluster.detect(num_devices)
+    if not isinstance(given, Cluster):
+        raise FlowError(
+            "cluster is no Cluster",
+            expected="a flowrl.Cluster, or None for this machine's best device",
+            received=repr(given),
+            do=f"Cluster({given!r})" if isinstance(given, str) and given else None,
+        )
+    return given
+
+
+def strategies_by_name(given: Any) -> dict[str, Any]:
+    """By name of the Model what is given for it, whether it is a Strategy or not; None gives nothing.
+
+    Raises:
+        FlowError: this is no mapping, or its keys are neither Models nor names, or mean one Model twice; all of them.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        single = isinstance(given, Strategy)
+        raise FlowError(
+            "strategies are no mapping",
+            expected="a Strategy by Model, or by the name of one: strategies={'actor': Strategy(…)}",
+            received=repr(given),
+            do="strategy=…, which is that of all Models" if single else None,
+        )
+    by_name: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in given.items():
+        name = key.name if isinstance(key, BaseModel) else key
+        if not isinstance(name, str):
+            problems.append(f"strategies have the key {key!r}; expected a Model, or the name of one")
+        elif name in by_name:
+            problems.append(f"strategies name {name!r} twice, as a Model and by its name; expected one of them")
+        else:
+            by_name[name] = value
+    if problems:
+        raise FlowError("These strategies do not fit: " + "; ".join(problems))
+    return by_name
+
+
+def strategies_of(models: Sequence[BaseModel], cluster: Cluster, given: Any, default: Any) -> dict[str, Strategy]:
+    """By name of the Model, how it is held.
+
+    Args:
+        given: by Model or name of one; None for none.
+        default: of all other Models.
+
+    Raises:
+        FlowError: strategies of what is no Model here or shares another's weights, that are none, whose settings cannot
+            work, or that do not fit the cluster; all of them.
+    """
+    by_name = strategies_by_name(given)
     known = {m.name: m for m in models}
     problems = [
         f"strategies name {name!r}, which is no Model of this flow; {nearest(name, known)}"
@@ -159,6 +213,9 @@ def strategies_of(
         for name, m in known.items()
         if name in by_name and isinstance(m, DerivedModel) and (what := _shares(m))
     ]
+    if not isinstance(default, Strategy):
+        problems.append(f"strategy is {default!r}; expected a flowrl.Strategy, or None")
+        default = Strategy()
     found = {
         name: by_name.get(name, by_name.get(m.base.name, default) if isinstance(m, DerivedModel) else default)
         for name, m in known.items()
@@ -170,8 +227,9 @@ def strategies_of(
         model, own = known[name], base_of(known[name])
         on, products = own.device or cluster.device, own.autocast or own.dtype
         problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices, device=on, dtype=products)]
-        of_adapter = strategy_problems(own.lora, own.quantization, strategy, cluster.num_devices)
-        problems += [f"{name}: {text}" for text in of_adapter]
+        if not list(strategy.problems()):
+            of_adapter = strategy_problems(own.lora, own.quantization, strategy, cluster.num_devices)
+            problems += [f"{name}: {text}" for text in of_adapter]
         device = getattr(model, "device", None) or ""
         if cluster.num_devices > 1 and ":" in device:
             problems.append(f"{name}: device is {device!r}; expected None or a kind of device, one for each rank")
@@ -220,8 +278,9 @@ def _shares(model: DerivedModel) -> str:
 
 def _more_ranks(strategies: Mapping[str, Strategy], num_ranks: int) -> str | None:
     """What to type where tensor parallelism needs more ranks than there are."""
-    wanted = max((s.tensor_parallel for s in strategies.values() if isinstance(s, Strategy)), default=1)
-    if num_ranks % max(1, wanted) == 0:
+    asked = [s.tensor_parallel for s in strategies.values() if isinstance(s, Strategy)]
+    wanted = max((n for n in asked if is_whole(n, 1)), default=1)
+    if num_ranks % wanted == 0:
         return None
     enough = math.lcm(num_ranks, wanted)
     return f"torchrun --nproc-per-node {enough} -m flowrl run FILE --runtime spmd, or another tensor_parallel"

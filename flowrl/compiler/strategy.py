@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Sharding = Literal["full", "optimizer", "none", "hybrid"]
 Checkpointing = Literal["none", "layers", "offload"]
@@ -18,6 +18,11 @@ NEEDS_CUDA = {
 HALF = ("bfloat16", "float16")
 
 
+def is_whole(value: Any, least: int) -> bool:
+    """Whether a setting is a whole number, at least ``least``; True and 2.0 are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 @dataclass(frozen=True)
 class Strategy:
     """How a Model is held over ranks.
@@ -28,7 +33,8 @@ class Strategy:
             parameters stay whole between forward and backward, all else is sharded (ZeRO-2). "none": everything on every
             rank, gradients are summed. "hybrid": "full" within ``shard_size`` ranks, replicated between.
         shard_size: ranks of a shard group of "hybrid".
-        shard_layers: names of module classes that are sharded each for itself; empty takes the model's own layers.
+        shard_layers: names of module classes that are sharded each for itself, none within another; empty takes the model's
+            own layers.
         cpu_offload: parameters, gradients and optimiser live in host memory, and are copied to the device when needed.
         activation_checkpointing: "layers" keeps only what goes into a layer, and computes the rest again; "offload" also
             moves that to host memory.
@@ -47,6 +53,10 @@ class Strategy:
     compile_layers: bool = False
     attention: Attention = "auto"
 
+    def __post_init__(self) -> None:
+        if isinstance(self.shard_layers, list):  # as JSON has it; a Strategy can be hashed and compared
+            object.__setattr__(self, "shard_layers", tuple(self.shard_layers))
+
     def problems(
         self, num_ranks: int | None = None, *, device: str | None = None, dtype: str | None = None
     ) -> Iterable[str]:
@@ -57,30 +67,47 @@ class Strategy:
             device: where given, also what does not run on it.
             dtype: of matrix products; where given, also what does not compute in it.
         """
-        if self.tensor_parallel < 1:
-            yield f"tensor_parallel is {self.tensor_parallel}; expected at least 1"
-        if self.sharding not in get_args(Sharding):
-            yield f"sharding is {self.sharding!r}; expected one of {', '.join(get_args(Sharding))}"
-        if self.activation_checkpointing not in get_args(Checkpointing):
-            known = ", ".join(get_args(Checkpointing))
-            yield f"activation_checkpointing is {self.activation_checkpointing!r}; expected one of {known}"
-        yield from self._attention_problems(device, dtype)
-        if (self.sharding == "hybrid") != (self.shard_size is not None):
+        wrong = {name: text for name, text in self._setting_problems()}
+        yield from wrong.values()
+        if "attention" not in wrong:
+            yield from self._attention_problems(device, dtype)
+        if "sharding" in wrong:
+            return
+        if "shard_size" not in wrong and (self.sharding == "hybrid") != (self.shard_size is not None):
             yield f"shard_size is {self.shard_size} with sharding={self.sharding!r}; expected a number with 'hybrid' alone"
-        if self.shard_size is not None and self.shard_size < 1:
-            yield f"shard_size is {self.shard_size}; expected at least 1"
-        if self.cpu_offload and self.sharding == "none":
+        if self.cpu_offload is True and self.sharding == "none":
             yield "cpu_offload is True with sharding='none'; expected a sharding, which moves parameters when needed"
-        if num_ranks is not None and self.tensor_parallel >= 1:
-            if num_ranks % self.tensor_parallel:
+        if num_ranks is not None and "tensor_parallel" not in wrong:
+            data_parallel, rest = divmod(num_ranks, self.tensor_parallel)
+            if rest:
                 yield f"tensor_parallel is {self.tensor_parallel}; expected a divisor of the {num_ranks} ranks"
-            elif self.shard_size and (num_ranks // self.tensor_parallel) % self.shard_size:
-                ranks = num_ranks // self.tensor_parallel
-                yield f"shard_size is {self.shard_size}; expected a divisor of the {ranks} data-parallel ranks"
+            elif "shard_size" not in wrong and self.shard_size and data_parallel % self.shard_size:
+                yield f"shard_size is {self.shard_size}; expected a divisor of the {data_parallel} data-parallel ranks"
+
+    def _setting_problems(self) -> Iterator[tuple[str, str]]:
+        """(name, sentence) of each setting that is by itself none that can be meant."""
+        if not is_whole(self.tensor_parallel, 1):
+            yield (
+                "tensor_parallel",
+                f"tensor_parallel is {self.tensor_parallel!r}; expected a whole number, at least 1",
+            )
+        if self.shard_size is not None and not is_whole(self.shard_size, 1):
+            yield "shard_size", f"shard_size is {self.shard_size!r}; expected a whole number, at least 1, or None"
+        choices = {"sharding": Sharding, "activation_checkpointing": Checkpointing, "attention": Attention}
+        for name, kind in choices.items():
+            value, known = getattr(self, name), get_args(kind)
+            if not isinstance(value, str) or value not in known:
+                yield name, f"{name} is {value!r}; expected one of {', '.join(known)}"
+        for name in ("cpu_offload", "compile_layers"):
+            if not isinstance(getattr(self, name), bool):
+                yield name, f"{name} is {getattr(self, name)!r}; expected True or False"
+        names: Any = self.shard_layers
+        if isinstance(names, str):
+            yield "shard_layers", f"shard_layers is {names!r}; expected a tuple of names: ({names!r},)"
+        elif not isinstance(names, tuple) or not all(isinstance(n, str) and n for n in names):
+            yield "shard_layers", f"shard_layers is {names!r}; expected a tuple of names of module classes"
 
     def _attention_problems(self, device: str | None, dtype: str | None) -> Iterable[str]:
-        if self.attention not in get_args(Attention):
-            yield f"attention is {self.attention!r}; expected one of {', '.join(get_args(Attention))}"
         kind = (device or "cuda").partition(":")[0]
         if self.attention in NEEDS_CUDA and kind != "cuda":
             why = NEEDS_CUDA[self.attention]

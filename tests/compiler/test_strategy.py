@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_what_holds_no_model_runs_once_and_losses_are_put_together_everywhere() 
     [
         ({"strategies": {"acto": TP2}}, r"strategies name 'acto', which is no Model of this flow; did you mean 'actor'\?"),
         ({"strategies": {"actor": "tp2"}}, "the strategy of actor is 'tp2'; expected a flowrl.Strategy"),
-        ({"strategy": Strategy(tensor_parallel=0)}, "actor: tensor_parallel is 0; expected at least 1"),
+        ({"strategy": Strategy(tensor_parallel=0)}, "actor: tensor_parallel is 0; expected a whole number, at least 1"),
         (
             {"strategies": {"actor": Strategy(tensor_parallel=3)}},
             r"actor: tensor_parallel is 3; expected a divisor of the 4 ranks; actor.frozen: .*"
@@ -131,6 +132,85 @@ def test_what_holds_no_model_runs_once_and_losses_are_put_together_everywhere() 
 def test_what_does_not_fit(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(FlowError, match=message):
         compile(flow(), FOUR, **arguments)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("tensor_parallel", ["2", None, [1], 2.0, 1.0, True, NAN, -1], "a whole number, at least 1"),
+        ("shard_size", ["1", 1.0, True, NAN, 0, [2]], "a whole number, at least 1, or None"),
+        ("sharding", [None, "FULL", 1, [], {}], "one of full, optimizer, none, hybrid"),
+        ("activation_checkpointing", [None, True, []], "one of none, layers, offload"),
+        ("attention", [None, "FLASH", [], 1], "one of auto, sdpa, flex, flash"),
+        ("cpu_offload", ["yes", 1, None], "True or False"),
+        ("compile_layers", ["no", 2, None], "True or False"),
+        ("shard_layers", ["LlamaDecoderLayer"], r"a tuple of names: \('LlamaDecoderLayer',\)"),
+        ("shard_layers", [(1,), ("",), None, 5, {"A"}, (None,)], "a tuple of names of module classes"),
+    ],
+)
+def test_settings_of_the_wrong_type(name: str, values: list[Any], expected: str) -> None:
+    """Said by name, with what was expected, before anything is loaded; on one rank as on several."""
+    for value in values:
+        strategy = Strategy(**{"sharding": "hybrid", "shard_size": 1, name: value})
+        message = f"actor: {name} is {re.escape(repr(value))}; expected {expected}"
+        for cluster in (FOUR, Cluster("cpu")):
+            with pytest.raises(FlowError, match=message):
+                compile(flow(), cluster, strategy=strategy)
+
+
+def test_all_settings_at_once() -> None:
+    wrong: dict[str, Any] = dict(tensor_parallel="2", sharding=[], shard_size=1.0, shard_layers="A", cpu_offload="yes")
+    wrong |= dict(activation_checkpointing=[], compile_layers=0, attention={})
+    found = list(Strategy(**wrong).problems(4, device="cpu", dtype="float32"))
+    assert sorted(text.split(" is ")[0] for text in found) == sorted(wrong)
+    assert list(Strategy(cpu_offload="no", sharding="none").problems()) == [  # type: ignore[arg-type]
+        "cpu_offload is 'no'; expected True or False"
+    ]
+
+
+def test_a_list_of_names_is_a_tuple() -> None:
+    strategy = Strategy(shard_layers=["A", "B"])  # type: ignore[arg-type]
+    assert strategy == Strategy(shard_layers=("A", "B")) and len({strategy}) == 1 and not list(strategy.problems(2))
+    assert list(Strategy(shard_layers=[1]).problems()) == [  # type: ignore[list-item]
+        "shard_layers is (1,); expected a tuple of names of module classes"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategies": ["actor"]}, r"strategies are no mapping.*Received \['actor'\]"),
+        ({"strategies": []}, r"strategies are no mapping.*Received \[\]"),
+        ({"strategies": "full"}, "strategies are no mapping.*Received 'full'"),
+        ({"strategies": Strategy()}, "strategies are no mapping.*Do: strategy=…, which is that of all Models"),
+        (
+            {"strategies": {None: Strategy(), 1: Strategy()}},
+            "strategies have the key None; expected a Model, or the name of one; strategies have the key 1; expected",
+        ),
+        (
+            {"strategies": {"actor": TP2, Model("some/policy", name="actor"): Strategy()}},
+            "strategies name 'actor' twice, as a Model and by its name; expected one of them",
+        ),
+        ({"strategy": {}}, "strategy is {}; expected a flowrl.Strategy, or None"),
+        ({"strategy": "full"}, "strategy is 'full'; expected a flowrl.Strategy, or None"),
+        ({"cluster": "cpu"}, r"cluster is no Cluster.*Received 'cpu'. Do: Cluster\('cpu'\)"),
+        ({"cluster": ""}, "cluster is no Cluster.*Received ''"),
+        ({"micro_batch_tokens": "9"}, "micro_batch_tokens cannot work. Expected a whole number, at least 1. Received '9'"),
+    ],
+)  # fmt: skip
+def test_arguments_of_the_wrong_type(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlowError, match=message):
+        compile(flow(), **{"cluster": FOUR, **arguments})
+
+
+@pytest.mark.parametrize("wrong", [{"device": None}, {"device": ""}, {"num_devices": True}, {"num_devices": "2"}])
+def test_clusters_that_cannot_be(wrong: dict[str, Any]) -> None:
+    (value,) = wrong.values()
+    with pytest.raises(FlowError, match=f"A cluster needs a device. Expected .* Received {value!r}"):
+        Cluster(**wrong)
 
 
 def test_a_head_is_held_with_its_trunk() -> None:

@@ -8,7 +8,6 @@ conversation of all ranks, so a rank with fewer micro-batches than others runs i
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -16,12 +15,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flowrl.compiler.strategy import Strategy
 from flowrl.errors import ModelError
 from flowrl.runtime.engines.base import EngineOptions
-from flowrl.runtime.engines.transformers_attention import current_pack, packed
+from flowrl.runtime.engines.transformers_layers import layers_of, prepare_layers, split_layers
 from flowrl.runtime.engines.transformers_network import Network
 from flowrl.runtime.ranks import Ranks, group_of, set_timeout
 
@@ -124,8 +122,6 @@ class ParallelShards(Shards):
     """
 
     def __init__(self, ranks: Ranks, strategy: Strategy, network: Network, name: str) -> None:
-        for problem in strategy.problems(ranks.size):
-            raise ModelError(f"{name}: {problem}")
         module = network.module
         self.ranks, self.strategy = ranks, strategy
         tp = strategy.tensor_parallel
@@ -141,7 +137,8 @@ class ParallelShards(Shards):
         self._running = False
         layers = layers_of(module, strategy.shard_layers, name)
         if tp > 1:
-            _split_layers(module, layers, self.mesh["tensor"], name)
+            # By the model's own plan, which goes by its own layers, whatever is sharded for itself.
+            split_layers(module, layers_of(module, (), name), self.mesh["tensor"], name)
         prepare_layers(network, layers, strategy)
         if self.in_step:
             self._fully_shard(layers)
@@ -368,97 +365,17 @@ class _Root(nn.Module):
         return body()
 
 
-def layers_of(module: Any, class_names: Sequence[str], name: str) -> list[nn.Module]:
-    """The layers that are sharded each for itself.
+def shards_of(network: Network, options: EngineOptions, name: str) -> Shards:
+    """How a network that was just loaded lies over the ranks of the run; a run of one rank prepares its layers alone.
 
     Raises:
-        ModelError: there are none of these classes, or none at all.
+        ModelError: the strategy cannot work, or not with these layers; the same on one rank as on several.
     """
-    if class_names:
-        found = [m for m in module.modules() if type(m).__name__ in class_names]
-        missing = sorted(set(class_names) - {type(m).__name__ for m in found})
-        if missing:
-            raise ModelError(
-                f"{name} has no module of class {', '.join(missing)}",
-                expected="classes of its modules in shard_layers",
-                received=", ".join(sorted({type(m).__name__ for m in module.modules()})[:12]),
-            )
-        return found
-    stacks = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1]
-    stack = max(stacks, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
-    if stack is None:
-        raise ModelError(
-            f"The layers of {name} cannot be found",
-            expected="a list of equal layers in the module",
-            received=type(module).__name__,
-            do="name their classes: Strategy(shard_layers=(…,))",
-        )
-    return list(stack)
-
-
-def _split_layers(module: Any, layers: Sequence[nn.Module], mesh: Any, name: str) -> None:
-    """Tensor parallelism by the model's own plan; what lies outside of layers stays whole on every rank."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    plan = getattr(module.config.get_text_config(), "base_model_tp_plan", None) or {}
-    by_layer = {key.partition("layers.*.")[2]: style for key, style in plan.items() if key.startswith("layers.*.")}
-    unknown = sorted({style for style in by_layer.values() if style not in styles})
-    if not by_layer or unknown:
-        raise ModelError(
-            f"{name} cannot be split by tensor parallelism",
-            expected="a model whose configuration has a plan of colwise and rowwise layers",
-            received=f"styles {', '.join(unknown)}" if unknown else f"no plan for {type(module).__name__}",
-            do="use data parallelism: Strategy(tensor_parallel=1)",
-        )
-    config = module.config.get_text_config()
-    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        number = getattr(config, what, None)
-        if isinstance(number, int) and number % mesh.size():
-            raise ModelError(
-                f"{name} cannot be split over {mesh.size()} ranks",
-                expected=f"a divisor of its {what}, {number}",
-                received=f"tensor_parallel={mesh.size()}",
-                do="choose another tensor_parallel",
-            )
-    for layer in layers:
-        present = {n for n, _ in layer.named_modules()}
-        parallelize_module(layer, mesh, {n: styles[s]() for n, s in by_layer.items() if n in present})
-
-
-def prepare_layers(network: Network, layers: Sequence[nn.Module], strategy: Strategy) -> None:
-    """Activation checkpointing and compilation of layers."""
-    for layer in layers:
-        if strategy.compile_layers:
-            layer.compile()
-        if strategy.activation_checkpointing != "none":
-            offloads = strategy.activation_checkpointing == "offload"
-            layer.forward = functools.partial(_checkpointed, network, layer.forward, offloads)  # type: ignore[method-assign]
-
-
-def _checkpointed(
-    network: Network, forward: Callable[..., Any], offloads: bool, hidden: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """A layer of which only the input is kept, in host memory where it ``offloads``; the rest is computed again."""
-    if not torch.is_grad_enabled():
-        return forward(hidden, *args, **kwargs)
-    pack = current_pack()
-
-    def again(hidden: Tensor) -> Any:
-        with network.compute(), packed(pack) if pack is not None else contextlib.nullcontext():
-            return forward(hidden, *args, **kwargs)
-
-    if not offloads:
-        return checkpoint(again, hidden, use_reentrant=False, preserve_rng_state=False)
-    # Non-reentrant checkpoints keep their inputs in a closure; reentrant ones save them, where a hook can move them.
-    with torch.autograd.graph.save_on_cpu(pin_memory=hidden.device.type == "cuda"):
-        return checkpoint(again, hidden, use_reentrant=True, preserve_rng_state=False)
-
-
-def shards_of(network: Network, options: EngineOptions, name: str) -> Shards:
-    """How a network that was just loaded lies over the ranks of the run; a run of one rank prepares its layers alone."""
+    if problems := list(options.strategy.problems(options.ranks.size)):
+        raise ModelError(f"{name}: {'; '.join(problems)}")
     if options.ranks.size > 1:
         return ParallelShards(options.ranks, options.strategy, network, name)
-    if options.strategy.compile_layers or options.strategy.activation_checkpointing != "none":
-        prepare_layers(network, layers_of(network.module, options.strategy.shard_layers, name), options.strategy)
+    strategy = options.strategy
+    if strategy.shard_layers or strategy.compile_layers or strategy.activation_checkpointing != "none":
+        prepare_layers(network, layers_of(network.module, strategy.shard_layers, name), strategy)
     return Shards()

@@ -53,6 +53,7 @@ LAYOUTS = {
     "tp2": Strategy(tensor_parallel=2),
     "tp2 none": Strategy(tensor_parallel=2, sharding="none"),
     "named layers": Strategy(shard_layers=("LlamaMLP", "LlamaAttention")),
+    "tp2 named layers": Strategy(tensor_parallel=2, shard_layers=("LlamaMLP", "LlamaAttention")),
     "checkpointing": Strategy(activation_checkpointing="layers"),
     "activation offload": Strategy(activation_checkpointing="offload"),
     "cpu offload": Strategy(cpu_offload=True),
@@ -60,7 +61,7 @@ LAYOUTS = {
 #: Ranks and layout of each test.
 PLACES = [(2, name) for name in FEW_LAYOUTS]
 PLACES += [pytest.param(4, name, marks=pytest.mark.slow) for name in LAYOUTS]  # type: ignore[misc]
-MEASURED = ("full", "optimizer", "none", "hybrid", "tp2", "tp2 none")
+MEASURED = ("full", "optimizer", "none", "hybrid", "tp2", "tp2 none", "tp2 named layers")
 UNEVEN: dict[str, Any] = dict(vocab=267, hidden=40, intermediate_size=82)
 EVEN: dict[str, Any] = dict(vocab=512, hidden=64, layers=4, tied=False)
 ROLLOUTS = recorded_rollouts(num_prompts=5, group_size=3, observations=True)
