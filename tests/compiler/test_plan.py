@@ -182,7 +182,9 @@ class TestCompile:
             compile(grpo(epochs=0), CPU)
 
     def test_impossible_clusters_and_budgets(self) -> None:
-        with pytest.raises(FlowError, match=r"needs a device. Expected num_devices of at least 1. Received 0"):
+        with pytest.raises(
+            FlowError, match=r"needs a device. Expected num_devices, a whole number of at least 1. Received 0"
+        ):
             Cluster("cpu", num_devices=0)
         with pytest.raises(FlowError, match=r"2 ranks cannot share cuda:1.*Do: Cluster\('cuda', num_devices=2\)"):
             Cluster("cuda:1", num_devices=2)

@@ -164,20 +164,21 @@ def prepare_layers(network: Network, layers: Sequence[nn.Module], strategy: Stra
             layer.forward = functools.partial(_checkpointed, network, layer.forward, offloads)  # type: ignore[method-assign]
 
 
-def _checkpointed(
-    network: Network, forward: Callable[..., Any], offloads: bool, hidden: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _checkpointed(network: Network, forward: Callable[..., Any], offloads: bool, *args: Any, **kwargs: Any) -> Any:
     """A layer of which only the input is kept, in host memory where it ``offloads``; the rest is computed again."""
     if not torch.is_grad_enabled():
-        return forward(hidden, *args, **kwargs)
+        return forward(*args, **kwargs)
+    # Parts of a layer are given their input by name: it is the first one, here as there.
+    called = None if args else next(iter(kwargs))
+    first, others = (args[0], args[1:]) if called is None else (kwargs.pop(called), ())
     pack = current_pack()
 
     def again(hidden: Tensor) -> Any:
         with network.compute(), packed(pack) if pack is not None else contextlib.nullcontext():
-            return forward(hidden, *args, **kwargs)
+            return forward(hidden, *others, **kwargs) if called is None else forward(**{called: hidden}, **kwargs)
 
     if not offloads:
-        return checkpoint(again, hidden, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(again, first, use_reentrant=False, preserve_rng_state=False)
     # Non-reentrant checkpoints keep their inputs in a closure; reentrant ones save them, where a hook can move them.
-    with torch.autograd.graph.save_on_cpu(pin_memory=hidden.device.type == "cuda"):
-        return checkpoint(again, hidden, use_reentrant=True, preserve_rng_state=False)
+    with torch.autograd.graph.save_on_cpu(pin_memory=first.device.type == "cuda"):
+        return checkpoint(again, first, use_reentrant=True, preserve_rng_state=False)

@@ -426,10 +426,11 @@ def plain_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         Strategy(activation_checkpointing="layers"),
         Strategy(activation_checkpointing="offload"),
+        Strategy(activation_checkpointing="layers", shard_layers=("LlamaMLP", "LlamaAttention")),
         pytest.param(Strategy(compile_layers=True), marks=pytest.mark.slow),
         pytest.param(Strategy(compile_layers=True, activation_checkpointing="layers"), marks=pytest.mark.slow),
     ],
-    ids=["checkpointing", "activation offload", "compiled", "compiled checkpointing"],
+    ids=["checkpointing", "activation offload", "checkpointing of named", "compiled", "compiled checkpointing"],
 )
 def test_one_rank_with(strategy: Strategy, plain_folder: Path) -> None:
     expected, engine = whole_gradients(opened(plain_folder)), opened(plain_folder, strategy)
