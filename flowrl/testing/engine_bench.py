@@ -57,6 +57,7 @@ class Bench:
     _shared: dict[Any, Any] = field(default_factory=dict)
     _open: list[Any] = field(default_factory=list)
     _trace: Any = field(default_factory=hashlib.sha256)
+    _made: set[Path] = field(default_factory=set)
     _folders: int = 0
 
     # -- engines and the models that they hold ------------------------------------------------------------------------------
@@ -86,8 +87,9 @@ class Bench:
         """The HuggingFace folder of a tiny model of this kind. A critic starts from the policy's."""
         kind = "policy" if kind == "value" else kind
         folder = self.folder / f"{kind}-{seed}"
-        if not (folder / "done").is_file():
-            self.ranks.once(lambda: _make_source(folder, kind, seed, self.tiny))
+        if folder not in self._made:  # every rank asks its own memory: what a disk says depends on when it is asked
+            self._made.add(folder)
+            self.ranks.once(lambda: (folder / "done").is_file() or _make_source(folder, kind, seed, self.tiny))
         return folder
 
     def plain(self, kind: str, source: Path | None = None) -> Any:
