@@ -70,7 +70,7 @@ class Background:
 
     def abandon(self, seconds: float) -> None:
         """Give what was begun some time to end, where this process ends with another error; any thread may call it."""
-        running = self._running
+        running, self._running = self._running, None
         if running is not None:
             try:
                 running.exception(timeout=seconds)

@@ -25,7 +25,7 @@ from flowrl.runtime.ranks import ONE_RANK, Ranks
 
 
 class _Writer(FileSystemWriter):
-    """Writes nothing but tensors: no path and no random name, so that equal tensors give equal files."""
+    """Writes nothing but tensors: no path and no random name, so that equal tensors of one rank give equal files."""
 
     def storage_meta(self) -> None:
         return None

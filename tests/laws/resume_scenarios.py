@@ -306,7 +306,7 @@ def train_smollm2(out: Path, *, resume: bool) -> None:
     )
     data = PromptDataset.from_rows([{"prompt": f"{i} + {i} ="} for i in range(3)], as_chat=False)
     flowrl.run(flow, data, 3, out=out, resume=resume, checkpoint_every=1 if not resume and out.name == "killed" else None,
-               keep_last=1, progress=False, report=False)  # fmt: skip
+               keep_last=1, async_checkpoints=False, progress=False, report=False)  # fmt: skip
 
 
 def main_smollm2(folder: Path) -> None:

@@ -126,13 +126,13 @@ class TransformersEngine:
         """
         device = _device(model, options)
         module: Any = load_module(model, device)
-        if options.ranks.size > 1 and is_live(model.source):
-            state.require_same(module, model, options.ranks)
         if options.ranks.size > 1 and is_live(model.source) and model.lora is None:
             module = copy.deepcopy(module)  # it is taken apart; what was given stays whole, and is not trained
         if model.quantization is None:  # what is quantised was loaded to its place
             module.to(device)
         adapter = adapted(model, module, options)
+        if options.ranks.size > 1 and is_live(model.source):
+            state.require_same(model, options.ranks)
         if not model.trainable:
             module.requires_grad_(False)
         engine = cls(model, model, module, options, adapter=adapter)

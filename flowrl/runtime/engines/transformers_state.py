@@ -45,14 +45,15 @@ def _tensors_of_module(engine: TransformersEngine) -> dict[str, Tensor]:
     return found
 
 
-def require_same(module: torch.nn.Module, model: Model, ranks: Ranks) -> None:
+def require_same(model: Model, ranks: Ranks) -> None:
     """Refuse a live model whose numbers are others on other ranks: each made its own, from its own random numbers.
 
     Raises:
         FlowError: it names the Model.
     """
     digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
+    live: Any = model.source
+    for name, tensor in live.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     ranks.require_same(
