@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from flowrl.batches import FinishReason, Rollouts, Spans
+from flowrl.batches import FinishReason
 from flowrl.ragged import Ragged
 from flowrl.testing.engine_bench import Bench, check
-from flowrl.testing.engine_rows import ORDINARY, index_of
+from flowrl.testing.engine_rows import ORDINARY, as_rollouts, index_of
 
 if TYPE_CHECKING:
     from flowrl.nodes.rollout import Sampling
-    from flowrl.runtime.engines.base import Generated
 
 #: Law 10: between the sampler's and the trainer's log-probs, in float32.
 SAMPLER_GAP = 1e-4
@@ -31,23 +30,6 @@ def ids(prompts: Sequence[Sequence[int]]) -> Ragged:
     import torch
 
     return Ragged.from_rows([torch.tensor(p, dtype=torch.int64) for p in prompts], torch.int64)
-
-
-def as_rollouts(prompts: Ragged, generated: Generated) -> Rollouts:
-    """What a rollout node makes of them."""
-    import torch
-
-    count = prompts.num_rows
-    return Rollouts(
-        prompt_id=torch.arange(count),
-        sample_id=torch.zeros(count, dtype=torch.int64),
-        tokens=Ragged.join(prompts, generated.tokens),
-        spans=Spans.prompt_then_response(prompts.lengths, generated.tokens.lengths, 0),
-        rollout_logprobs=generated.logprobs,
-        finish_reason=generated.finish_reason,
-        messages=("",) * count,
-        response_text=("",) * count,
-    )
 
 
 # -- text ---------------------------------------------------------------------------------------------------------------

@@ -6,58 +6,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flowrl.batches import Advantages, FinishReason, Preferences, Rollouts, SpanKind, Spans
+from flowrl.batches import Advantages, Preferences, Rollouts, Spans
 from flowrl.ragged import Ragged
+from flowrl.tiny import recorded_rollouts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from flowrl.runtime.engines.base import Generated
 
 #: Token ids that rows are made of: all ordinary tokens of the tiny model.
 ORDINARY = 256
 
 
 def rows(
-    num_prompts: int = 4,
-    group_size: int = 3,
-    *,
-    seed: int = 0,
-    prompt_lengths: Sequence[int] = (5, 3, 8, 1),
-    response_lengths: Sequence[int] = (4, 1, 7, 0, 6, 3),
+    num_prompts: int = 4, group_size: int = 3, *, seed: int = 0, response_lengths: Sequence[int] = (4, 1, 7, 0, 6, 3)
 ) -> Rollouts:
-    """Random rollouts, rows of one prompt side by side; the lengths are taken in turn. Of responses of 4 tokens or more the
-    second half is an observation and one policy token."""
+    """Random rollouts with observations, empty responses and prompts of one token; rollout log-probs are 0."""
+    return recorded_rollouts(
+        num_prompts, group_size, seed=seed, response_lengths=response_lengths, observations=True, logprobs=False
+    )
+
+
+def as_rollouts(prompts: Ragged, generated: Generated) -> Rollouts:
+    """What a rollout node makes of prompts and their samples."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
-    count = num_prompts * group_size
-    prompts = [
-        torch.randint(0, ORDINARY, (prompt_lengths[i % len(prompt_lengths)],), generator=generator)
-        for i in range(num_prompts)
-    ]
-    responses = [
-        torch.randint(0, ORDINARY, (response_lengths[i % len(response_lengths)],), generator=generator)
-        for i in range(count)
-    ]
-    kinds: list[list[int]] = []
-    lengths: list[list[int]] = []
-    for i, response in enumerate(responses):
-        p, r = len(prompts[i // group_size]), len(response)
-        if r >= 4:
-            kinds.append([SpanKind.PROMPT, SpanKind.POLICY, SpanKind.OBSERVATION, SpanKind.POLICY])
-            lengths.append([p, r // 2, r - r // 2 - 1, 1])
-        else:
-            kinds.append([SpanKind.PROMPT, SpanKind.POLICY])
-            lengths.append([p, r])
-    response = Ragged.from_rows(responses, torch.int64)
-    kind_column = Ragged.from_rows(kinds, torch.uint8)
-    is_policy = (kind_column.values == SpanKind.POLICY).to(torch.int64)
+    count = prompts.num_rows
     return Rollouts(
-        prompt_id=torch.arange(num_prompts).repeat_interleave(group_size),
-        sample_id=torch.arange(group_size).repeat(num_prompts),
-        tokens=Ragged.join(Ragged.from_rows([prompts[i // group_size] for i in range(count)], torch.int64), response),
-        spans=Spans(kind_column, Ragged.from_rows(lengths, torch.int64), kind_column.with_values(is_policy - 1)),
-        rollout_logprobs=response.with_values(torch.zeros(len(response.values))),
-        finish_reason=torch.full((count,), FinishReason.LENGTH, dtype=torch.uint8),
+        prompt_id=torch.arange(count),
+        sample_id=torch.zeros(count, dtype=torch.int64),
+        tokens=Ragged.join(prompts, generated.tokens),
+        spans=Spans.prompt_then_response(prompts.lengths, generated.tokens.lengths, 0),
+        rollout_logprobs=generated.logprobs,
+        finish_reason=generated.finish_reason,
         messages=("",) * count,
         response_text=("",) * count,
     )

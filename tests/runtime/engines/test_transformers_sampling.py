@@ -7,36 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.batches import FinishReason, Rollouts, Spans
+from flowrl.batches import FinishReason
 from flowrl.context import Bindings
 from flowrl.errors import DataError, UnsupportedError
 from flowrl.models import ValueModel
 from flowrl.nodes.rollout import Sampling
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines import transformers_sampling
-from flowrl.runtime.engines.base import Generated
 from flowrl.runtime.engines.transformers_sampling import draw, truncate
 from flowrl.runtime.worker import open_engine
+from flowrl.testing.engine_rows import as_rollouts
 from tests.runtime.engines.engines import engine_of
 from tests.runtime.engines.test_transformers_packing import build
 from tests.tiny import EOS_ID, tiny_model
 
 PROMPTS = Ragged.from_rows([[65, 66, 67, 68, 69]] * 3 + [[70]] * 3 + [[71, 72, 73]] * 2, torch.int64)
 KEYS = list(range(100, 108))
-
-
-def as_rollouts(prompts: Ragged, generated: Generated) -> Rollouts:
-    rows = prompts.num_rows
-    return Rollouts(
-        prompt_id=torch.arange(rows),
-        sample_id=torch.zeros(rows, dtype=torch.int64),
-        tokens=Ragged.join(prompts, generated.tokens),
-        spans=Spans.prompt_then_response(prompts.lengths, generated.tokens.lengths, 0),
-        rollout_logprobs=generated.logprobs,
-        finish_reason=generated.finish_reason,
-        messages=("",) * rows,
-        response_text=("",) * rows,
-    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
