@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 def prepare(local: LocalRuntime, resume: bool) -> list[str]:
     """Everything between a checked flow and the first step, on every rank; sentences for the user."""
     from flowrl.runtime.disk import disk_errors
+    from flowrl.runtime.resuming import check_resume
     from flowrl.runtime.saved_run import save_run
 
     folder, ranks = local.folder, local.ranks
     known = ranks.once(lambda: folder.read_manifest() if resume else {})
     if resume:
-        local.check_resume()
+        check_resume(local)
     local.open()
     ranks.enter("looking at the data and the weights")
     ranks.once(lambda: _check_rows(local))

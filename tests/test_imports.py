@@ -37,7 +37,7 @@ LEVELS: list[tuple[str, ...]] = [
     ("weight_edges", "same_rows", "flow", "short_form"),
     ("violations", "checks"),
     ("compiler",),
-    ("preflight", "preparation", "run", "recipes", "diagnostics", "doctor", "calibrate", "cli", "__main__"),
+    ("preflight", "preparation", "ending", "run", "recipes", "diagnostics", "doctor", "calibrate", "cli", "__main__"),
 ]
 LEAVES = ("display", "drawing", "data", "serve", "runtime", "tiny")
 HEAVY = ("torch", "transformers", "vllm", "megatron", "ray", "numpy", "pyarrow", "matplotlib", "tensorboard", "IPython")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,16 +20,17 @@ from typing import Any
 from flowrl import context
 from flowrl.batches import Batch, Rewards
 from flowrl.compiler.plan import Program
-from flowrl.errors import CheckpointError, ExhaustedError, FlowError, NonFiniteError, UnsupportedError, nearest
+from flowrl.errors import ExhaustedError, FlowError, NonFiniteError, UnsupportedError, nearest
 from flowrl.models import BaseModel, DerivedModel, Ema, Frozen, Model, Snapshot, State
 from flowrl.runtime import checkpoint as ckpt
 from flowrl.runtime.background import Background
 from flowrl.runtime.dumps import dump_edges
-from flowrl.runtime.evaluation import EvaluationResult, evaluate, load_evaluations, save_evaluation
+from flowrl.runtime.evaluation import EvaluationResult, evaluate, save_evaluation
 from flowrl.runtime.interpreter import Iteration, run_iteration
 from flowrl.runtime.metrics import MetricsLog, SampleLog, sample_rows
 from flowrl.runtime.progress import Progress as Display
 from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, is_told
+from flowrl.runtime.resuming import begin
 from flowrl.runtime.run_folder import RunFolder
 from flowrl.runtime.run_state import EvaluationPlan, Outcome, RunState, Settings, Status
 from flowrl.runtime.signals import Stop, stop_on_signals
@@ -142,7 +142,7 @@ class LocalRuntime:
             closing.callback(self.close)
             for note in notes:
                 display.message(note)
-            self._begin(resume, display)
+            begin(self, resume, display)
             state = self.state
             first = state.step + 1
             begin_at = first if resume else None
@@ -385,53 +385,6 @@ class LocalRuntime:
             self.state = ckpt.load_checkpoint(
                 path, identity=self.identity, models=self.changing, states=self.states, bindings=self.bindings
             )
-
-    def check_resume(self) -> None:
-        """What can be known of a resume before any weight is loaded. Every rank calls it.
-
-        Raises:
-            CheckpointError: the newest checkpoint is damaged, of another flow, or beyond the steps that are asked for.
-        """
-        found = self.ranks.once(lambda: ckpt.list_checkpoints(self.folder.checkpoints))
-        if not found:
-            return
-        ckpt.verify(found[-1], ranks=self.ranks)
-        step = self.ranks.once(lambda: ckpt.read_progress(found[-1], self.identity)).step
-        if step > self.settings.num_steps:
-            raise CheckpointError(
-                f"The run in {self.folder.path} has more steps than are asked for",
-                expected=f"num_steps of at least {step}, the steps that it has",
-                received=f"num_steps={self.settings.num_steps}",
-                do="ask for more steps; they count from the start of the run",
-            )
-
-    def _begin(self, resume: bool, display: Display) -> None:
-        """Restore the newest checkpoint, or begin at step 0."""
-        self.ranks.enter("restoring a checkpoint" if resume else "keeping frozen Models")
-        found = self.ranks.once(lambda: ckpt.list_checkpoints(self.folder.checkpoints) if resume else [])
-        if found:
-            self.restore(found[-1])
-            step, most = self.state.step, self.settings.num_steps
-            more = "" if step < most else " The run has all its steps: there is nothing to do."
-            display.message(f"Resumed from {found[-1]}, after step {step}.{more}")
-        else:
-            ckpt.save_frozen(self.folder.frozen, self.frozen, self.bindings)
-            if resume:
-                self.restore(None)
-                display.message("There is no checkpoint yet: the run starts at step 0.")
-        if resume:
-            self.results = self.ranks.once(self._forget_what_comes_again)
-
-    def _forget_what_comes_again(self) -> dict[str, list[EvaluationResult]]:
-        """Delete evaluations and dumps of steps that are run again; what evaluations are left."""
-        found: dict[str, list[EvaluationResult]] = {}
-        for plan in self.evaluations:
-            results = load_evaluations(self.folder.evaluations, plan.name, up_to=self.state.step)
-            found[plan.name] = [*results[:1], *results[1:][-1:]]
-        for path in self.folder.dumps.glob("step-*"):
-            if ckpt.step_of(path) > self.state.step:  # it is run again
-                shutil.rmtree(path)
-        return found
 
 
 def refuse_staleness(program: Program) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from flowrl.errors import FlowError, RankError
 from flowrl.runtime.pickling import dumps
+from flowrl.runtime.torchrun import claim, current_run, meet, world_rank, world_size
 
 if TYPE_CHECKING:
     from flowrl.runtime.watch import Watch
@@ -71,7 +72,7 @@ class Ranks:
         size, rank = world_size(), world_rank()
         timeout = datetime.timedelta(seconds=deadline + _LATER)
         try:
-            _meet(rank, size, deadline)
+            meet(rank, size, deadline)
             if not dist.is_initialized():
                 backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
                 if torch.cuda.is_available():
@@ -318,14 +319,14 @@ def _told_by(error: Exception, rank: int, size: int) -> Exception:
     """Remember which rank tells the user of an error that all of them have."""
     with contextlib.suppress(AttributeError, TypeError):  # an exception may refuse
         if not is_told(error):
-            error.told_by = (_runs[0], rank)  # type: ignore[attr-defined]
+            error.told_by = (current_run(), rank)  # type: ignore[attr-defined]
             error.add_note(f"on rank {rank} of {size}")
     return error
 
 
 def is_told(error: BaseException) -> bool:
     """Whether all ranks have this error, in this run: somebody's code may raise one object again and again."""
-    return getattr(error, "told_by", (None, 0))[0] == _runs[0]
+    return getattr(error, "told_by", (None, 0))[0] == current_run()
 
 
 def _pickled_error(error: Exception) -> bytes:
@@ -346,64 +347,7 @@ def tells(error: BaseException) -> bool:
     return claim() if rank is None else rank == world_rank() and claim()
 
 
-# -- what torchrun says -------------------------------------------------------------------------------------------------------
-
-
-def world_size() -> int:
-    """How many processes torchrun started; 1 where it did not."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def world_rank() -> int:
-    """Which of them this is."""
-    return int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
-
-
-_stores: list[Any] = []
-#: Runs that this process has joined: what is said of one is not taken for another.
-_runs = [0]
-
-
-def store() -> Any:
-    """What torchrun keeps for all ranks: texts by name."""
-    if not _stores:
-        found, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _stores.append(dist.PrefixStore(f"flowrl/{restart}", found))  # type: ignore[attr-defined]
-    return _stores[0]
-
-
-def run_store() -> Any:
-    """The same for the run that was joined last, or the time before the first."""
-    return dist.PrefixStore(f"run-{_runs[0]}", store())  # type: ignore[attr-defined]
-
-
-def next_run() -> None:
-    """Begin anew: every rank does."""
-    _runs[0] += 1
-
-
-def claim() -> bool:
-    """Whether this rank is the first to say why the run ends."""
-    try:
-        return run_store().add("said", 1) == 1
-    except Exception:  # torchrun is gone
-        return world_rank() == 0
-
-
-def _meet(rank: int, size: int, deadline: float) -> None:
-    """Wait for all ranks to come to this run.
-
-    Raises:
-        RuntimeError: names those that did not come.
-    """
-    place = run_store()
-    place.set(f"joined/{rank}", "")
-    try:
-        place.wait([f"joined/{other}" for other in range(size)], datetime.timedelta(seconds=deadline))
-    except RuntimeError:
-        absent = [other for other in range(size) if not place.check([f"joined/{other}"])]
-        raise RuntimeError(f"no sign of rank {', '.join(map(str, absent)) or 'any'}") from None
+# -- groups ------------------------------------------------------------------------------------------------------------------
 
 
 def set_timeout(group: Any, deadline: float) -> None:

@@ -23,8 +23,9 @@ from flowrl.errors import FlowError, RankError
 from flowrl.models import BaseModel, State
 from flowrl.runtime.local import LocalRuntime
 from flowrl.runtime.progress import Progress as Display
-from flowrl.runtime.ranks import DEADLINE, ONE_RANK, Ranks, is_told, next_run, tells, world_size
+from flowrl.runtime.ranks import DEADLINE, ONE_RANK, Ranks, is_told, tells
 from flowrl.runtime.signals import EndedAtOnce, Stop, stop_on_signals
+from flowrl.runtime.torchrun import next_run, world_size
 from flowrl.runtime.watch import Watch
 
 #: Seconds to say why it ends that a process has after SIGTERM.

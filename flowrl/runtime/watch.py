@@ -24,7 +24,8 @@ from typing import Any
 
 import flowrl
 from flowrl.errors import FlowError, RankError
-from flowrl.runtime.ranks import claim, run_store, text_of
+from flowrl.runtime.ranks import text_of
+from flowrl.runtime.torchrun import claim, run_store
 
 #: Seconds in which ranks that hear of another's error get to the end of what they are at, and raise themselves.
 GRACE = 5.0
@@ -119,7 +120,9 @@ class Watch:
 
     def missing(self) -> str:
         """A sentence that names the ranks that are gone and what they were at; "" where all are alive."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(
+            Exception
+        ):  # torchrun is gone with its store, and who asked has an error to raise already
             before, until = self._all_beats(self._store), time.monotonic() + 3 * self.interval
             while time.monotonic() < until:
                 gone = self._dead(self._store)
@@ -211,7 +214,8 @@ class Watch:
         self._end(self._sentence(store, guilty, f"has not come back within {self.deadline:g} s") + where)
 
     def _end(self, text: str) -> None:
-        """End this process, with one message of all ranks."""
+        """End this process, with one message of all ranks. Whatever else fails here (the store, a closed stderr, a full disk)
+        must not keep it alive."""
         if self._closed.is_set():
             return
         with contextlib.suppress(Exception):

@@ -86,7 +86,7 @@ SCENARIOS: dict[str, Kill] = {
     ),
     "a late checkpoint, after its rename": Kill("late rename", 3, 1, True, ("write_folder",), 2, asynchronous=True),
     "a late checkpoint, before its rename": Kill("late rename", 3, 1, False, ("write_folder",), 1, asynchronous=True),
-    "while the trained model is exported": Kill("export", 5, 1, True, ("_finish", "replace_folder"), 5),
+    "while the trained model is exported": Kill("export", 5, 1, True, ("finish", "replace_folder"), 5),
 }
 
 
@@ -204,7 +204,7 @@ def points(killer: Killer) -> dict[str, Callable[[], None]]:
         "reward": lambda: killer.wrap(tests.flows, "share_of_vowels"),
         "late seal": lambda: late(killer)[0](),
         "late rename": lambda: late(killer)[1](),
-        "export": lambda: killer.wrap(TransformersEngine, "export", lambda *a: running("_finish")),
+        "export": lambda: killer.wrap(TransformersEngine, "export", lambda *a: running("finish")),
     }
 
 

@@ -32,7 +32,7 @@ from flowrl import (
 )
 from flowrl.context import current_step
 from flowrl.nodes.reward import rewards_like
-from flowrl.runtime.ranks import world_rank
+from flowrl.runtime.torchrun import world_rank
 from tests.flows import FAST, SAMPLING, prompts
 from tests.tiny import tiny_actor
 

@@ -40,7 +40,8 @@ from flowrl.context import current_step
 from flowrl.errors import FlowError, RankError, RunFolderError
 from flowrl.nodes.kl_control import AdaptiveKL
 from flowrl.runtime import checkpoint
-from flowrl.runtime.ranks import tells, world_rank
+from flowrl.runtime.ranks import tells
+from flowrl.runtime.torchrun import world_rank
 from tests.flows import SAMPLING, prompts
 from tests.runtime import spmd_nodes
 from tests.tiny import tiny_actor

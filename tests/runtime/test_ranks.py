@@ -16,7 +16,8 @@ import torch
 from flowrl.errors import FlowError, RankError
 from flowrl.runtime.background import Background
 from flowrl.runtime.pickling import dumps
-from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, tells, world_rank
+from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, tells
+from flowrl.runtime.torchrun import world_rank
 from tests.ranks import launch, shared
 
 

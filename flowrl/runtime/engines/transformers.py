@@ -5,6 +5,7 @@ particular to one of these lives in a file of its own:
 
 ========================= =============================================================================
 transformers_loading      names, folders, live objects, GGUF files
+transformers_text         prompts to tokens
 transformers_network      what of a model can be done the quick way, and doing it
 transformers_attention    attention over packed rows
 transformers_varlen       the same without padding: flash and flex attention
@@ -41,11 +42,12 @@ from torch import Tensor, nn
 
 from flowrl.batches import LogprobOrigin, Sequences
 from flowrl.compiler.strategy import NEEDS_CUDA
-from flowrl.errors import DataError, ModelError
+from flowrl.errors import ModelError
 from flowrl.models import AnyModel, DerivedModel, Frozen, Model
 from flowrl.ragged import Ragged
 from flowrl.runtime.engines import transformers_checkpoint as checkpoint
 from flowrl.runtime.engines import transformers_state as state
+from flowrl.runtime.engines import transformers_text as text
 from flowrl.runtime.engines.base import EngineOptions, Generated, Saving, StepResult, TokenScores
 from flowrl.runtime.engines.transformers_adapters import AdaptedNetwork, Adapter, adapted
 from flowrl.runtime.engines.transformers_forward import Forward, Wanted, forward, joined
@@ -205,69 +207,14 @@ class TransformersEngine:
             return False
 
     def encode(self, messages: Sequence[Any]) -> Ragged:
-        """See the protocol.
-
-        Raises:
-            DataError: a row that is neither a text nor chat messages.
-            ModelError: chat messages for a tokenizer without a chat template.
-        """
-        encoded = Ragged.from_rows([self._encode(row, m) for row, m in enumerate(messages)], torch.int64)
-        vocab = int(self.network.module.config.get_text_config().vocab_size)
-        if bool((beyond := encoded.values >= vocab).any()):
-            raise ModelError(
-                f"The tokenizer of {self.model!r} does not fit it",
-                expected=f"token ids below {vocab}, the model's vocabulary",
-                received=f"{int(encoded.values[beyond][0])} in row {int(encoded.row_of_value[beyond][0])}",
-                do="give the model's own tokenizer, or resize the model's embeddings",
-            )
-        return encoded
-
-    def _encode(self, row: int, message: Any) -> list[int]:
-        tokenizer = self.tokenizer
-        if isinstance(message, str):
-            return list(tokenizer(message)["input_ids"])
-        chat = isinstance(message, list | tuple) and all(isinstance(m, Mapping) and "role" in m for m in message)
-        if not chat or not message:
-            raise DataError(
-                f"The prompt of row {row} cannot be read",
-                expected="a text, or a list of {'role', 'content'} messages",
-                received=repr(message)[:200],
-            )
-        if not getattr(tokenizer, "chat_template", None):
-            raise ModelError(
-                f"{self.model!r} has no chat template, and the prompt of row {row} is a list of chat messages",
-                expected="a tokenizer with a chat template (usually an -Instruct model), or a text",
-                received=type(tokenizer).__name__,
-                do="take an instruction-tuned model, set tokenizer.chat_template, or write prompts as text",
-            )
-        try:
-            encoded = tokenizer.apply_chat_template(
-                list(message), add_generation_prompt=True, tokenize=True, return_dict=True
-            )
-        except Exception as error:  # a template is a program of its author's, and may refuse in any way
-            raise DataError(
-                f"The chat template of {self.model!r} refuses the prompt of row {row}",
-                expected="messages that the template takes",
-                received=f"{type(error).__name__}: {error}",
-                do="change the messages (some templates take no system message), or tokenizer.chat_template",
-            ) from error
-        return list(encoded["input_ids"])
+        return text.encode(self, messages)
 
     def decode(self, tokens: Ragged) -> tuple[str, ...]:
         return tuple(self.tokenizer.decode(row, skip_special_tokens=True) for row in tokens.to_lists())
 
     def stop_token_ids(self, sampling: Sampling) -> tuple[int, ...]:
         """Tokens that end a response."""
-        if sampling.stop_token_ids:
-            return sampling.stop_token_ids
-        module: Any = self.network.module
-        found: set[int] = set()
-        for holder in (getattr(module, "generation_config", None), module.config.get_text_config()):
-            ids = getattr(holder, "eos_token_id", None)
-            found |= set(ids) if isinstance(ids, list | tuple) else {ids} if ids is not None else set()
-        if self.has_tokenizer and self.tokenizer.eos_token_id is not None:
-            found.add(self.tokenizer.eos_token_id)
-        return tuple(sorted(found))
+        return text.stop_token_ids(self, sampling)
 
     # -- sampling and scoring ---------------------------------------------------------------------------------------
 
