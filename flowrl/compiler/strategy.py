@@ -25,13 +25,14 @@ def is_whole(value: Any, least: int) -> bool:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a Model is held over ranks.
+    """How a Model is held over ranks. What cannot work is said by :meth:`problems`; ``compile`` raises it.
 
     Args:
-        tensor_parallel: ranks that share each layer; all others are data parallel.
-        sharding: over the data-parallel ranks. "full": parameters, gradients and optimiser (ZeRO-3). "optimizer":
-            parameters stay whole between forward and backward, all else is sharded (ZeRO-2). "none": everything on every
-            rank, gradients are summed. "hybrid": "full" within ``shard_size`` ranks, replicated between.
+        tensor_parallel: ranks that share each layer (Megatron-LM, arXiv 1909.08053); all others are data parallel.
+        sharding: over the data-parallel ranks (ZeRO, arXiv 1910.02054, by torch's FSDP2). "full": parameters, gradients and
+            optimiser (ZeRO-3). "optimizer": parameters stay whole between forward and backward, all else is sharded
+            (ZeRO-2). "none": everything on every rank, gradients are summed. "hybrid": "full" within ``shard_size`` ranks,
+            replicated between.
         shard_size: ranks of a shard group of "hybrid".
         shard_layers: names of module classes that are sharded each for itself, none within another; empty takes the model's
             own layers.
@@ -42,6 +43,10 @@ class Strategy:
         attention: over rows of different lengths, in scoring and training. "sdpa": rows are padded within groups of similar
             length. "flash": flash attention's variable-length kernels, without padding; needs CUDA and 16-bit products.
             "flex": torch's flex_attention, each shared prompt once; needs CUDA. "auto": flash where it can be used, else sdpa.
+
+    Example::
+
+        flowrl.run(flow, data, 100, runtime="spmd", strategies={actor: Strategy(tensor_parallel=2)}, strategy=Strategy())
     """
 
     tensor_parallel: int = 1
