@@ -30,6 +30,7 @@ LEVELS: list[tuple[str, ...]] = [
         "stable_text",
         "machine",
         "calibration",
+        "tiny",
     ),
     ("annotations", "graph"),
     ("nodes", "functional"),
@@ -39,7 +40,7 @@ LEVELS: list[tuple[str, ...]] = [
     ("compiler",),
     ("preflight", "preparation", "ending", "run", "recipes", "diagnostics", "doctor", "calibrate", "cli", "__main__"),
 ]
-LEAVES = ("display", "drawing", "data", "serve", "runtime", "tiny")
+LEAVES = ("display", "drawing", "data", "serve", "runtime")
 HEAVY = ("torch", "transformers", "vllm", "megatron", "ray", "numpy", "pyarrow", "matplotlib", "tensorboard", "IPython")
 
 
