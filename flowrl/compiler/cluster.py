@@ -1,48 +1,127 @@
-"""What a flow may run on. Today: devices of one kind, a rank each; the presets and link tiers of real clusters come with the
-mapper."""
+"""What a flow may run on: devices, how many, and how fast they reach one another."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from flowrl.compiler.mesh import Mesh
+from flowrl.compiler.presets import NETWORK_LATENCY, PRESETS, UNKNOWN_GPU, Device, Preset, Tier
 from flowrl.compiler.strategy import is_whole
-from flowrl.errors import FlowError
+from flowrl.errors import FlowError, nearest
+
+_USAGE = 'Cluster("H100", nodes=2, gpus_per_node=8)'
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Devices of one kind.
+class Pool:
+    """Equal nodes of equal devices.
 
     Args:
-        device: "cpu", "cuda" or "cuda:<index>".
-        num_devices: how many, a rank each. More than one are run by ``runtime="spmd"`` under torchrun.
-
-    Raises:
-        FlowError: ``device`` is no name, ``num_devices`` is not a positive number, or several are asked for on one that is
-            named by its index.
+        device: each of them.
+        nodes: hosts.
+        gpus_per_node: devices of a host.
+        tiers: from the innermost to the outermost, which joins all.
     """
 
-    device: str = "cpu"
-    num_devices: int = 1
+    device: Device
+    nodes: int
+    gpus_per_node: int
+    tiers: tuple[Tier, ...]
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.device, str) or not self.device:
-            raise FlowError(
-                "A cluster needs a device", expected="'cpu', 'cuda' or 'cuda:<index>'", received=repr(self.device)
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.nodes * self.gpus_per_node
+
+    def tier(self, start: int, stop: int) -> Tier:
+        """The innermost tier that joins devices ``start`` … ``stop − 1``."""
+        for tier in self.tiers:
+            if start // tier.size == (stop - 1) // tier.size:
+                return tier
+        return self.tiers[-1]
+
+
+@dataclass(frozen=True, init=False)
+class Cluster:
+    """Devices of one kind, or pools of several.
+
+    Args:
+        device: a preset ("H100", "A100-80G", …; case does not matter), or what torch calls a device: "cpu", "cuda",
+            "cuda:<index>".
+        num_devices: on one node; the same as ``gpus_per_node``.
+        nodes: hosts.
+        gpus_per_node: devices of a host; by default as many as the usual host of the preset has.
+        network_bandwidth: B/s between hosts for each device, one way; by default the preset's.
+        memory_bytes: of a device; by default the preset's.
+
+    Pools of different devices are added: ``Cluster("H100", nodes=2) + Cluster("L40S", nodes=1)``. A mesh lies within one.
+
+    Raises:
+        FlowError: all that cannot be meant.
+    """
+
+    device: str
+    pools: tuple[Pool, ...]
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        num_devices: int | None = None,
+        *,
+        nodes: int = 1,
+        gpus_per_node: int | None = None,
+        network_bandwidth: float | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        problems = [
+            f"{name} is {value!r}; expected a whole number, at least 1"
+            for name, value in (("num_devices", num_devices), ("nodes", nodes), ("gpus_per_node", gpus_per_node))
+            if value is not None and not is_whole(value, 1)
+        ]
+        if num_devices is not None and gpus_per_node is not None:
+            problems.append("num_devices and gpus_per_node are both given; expected one of them: they mean the same")
+        for name, rate in (("network_bandwidth", network_bandwidth), ("memory_bytes", memory_bytes)):
+            if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
+                problems.append(f"{name} is {rate!r}; expected a positive number")
+        preset, torch_device = _preset(device, problems)
+        per_node = num_devices or gpus_per_node or (1 if torch_device == device else preset.per_node)
+        if not problems and ":" in torch_device and nodes * per_node > 1:
+            kind = torch_device.partition(":")[0]
+            problems.append(
+                f"{nodes * per_node} ranks cannot share {device}; expected a kind of device, of which each rank takes its "
+                f"own: Cluster({kind!r}, num_devices={per_node})"
             )
-        if not is_whole(self.num_devices, 1):
+        if problems:
+            raise FlowError("This cluster cannot be: " + "; ".join(problems), do=_USAGE)
+        unit = replace(preset.device, memory_bytes=int(memory_bytes)) if memory_bytes else preset.device
+        pool = Pool(unit, nodes, per_node, _tiers(preset, nodes, per_node, network_bandwidth))
+        object.__setattr__(self, "device", torch_device)
+        object.__setattr__(self, "pools", (pool,))
+
+    @classmethod
+    def of(cls, pools: Sequence[Pool], device: str | None = None) -> Cluster:
+        """A cluster of pools, run on what torch calls ``device``; by default what those of the pools are called.
+
+        Raises:
+            FlowError: there is no pool, or they hold devices of different kinds.
+        """
+        kinds = {pool.device.kind for pool in pools}
+        if len(kinds) != 1:
             raise FlowError(
-                "A cluster needs a device",
-                expected="num_devices, a whole number of at least 1",
-                received=repr(self.num_devices),
+                "These pools are no cluster",
+                expected="one pool or more, whose devices are of one kind",
+                received=", ".join(sorted(kinds)) or "none",
             )
-        if self.num_devices > 1 and ":" in self.device:
-            raise FlowError(
-                f"{self.num_devices} ranks cannot share {self.device}",
-                expected="a kind of device, of which each rank takes its own",
-                received=self.device,
-                do=f"Cluster({self.device.partition(':')[0]!r}, num_devices={self.num_devices})",
-            )
+        made = object.__new__(cls)
+        object.__setattr__(made, "device", device or kinds.pop())
+        object.__setattr__(made, "pools", tuple(pools))
+        return made
+
+    def __add__(self, other: Cluster) -> Cluster:
+        """The pools of both."""
+        return Cluster.of((*self.pools, *other.pools))
 
     @classmethod
     def detect(cls, num_devices: int = 1) -> Cluster:
@@ -52,3 +131,44 @@ class Cluster:
         except ImportError:  # a machine that only plans
             return cls("cpu", num_devices)
         return cls("cuda" if torch.cuda.is_available() else "cpu", num_devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all pools."""
+        return sum(pool.size for pool in self.pools)
+
+    def sizes(self, pool: int = 0) -> tuple[int, ...]:
+        """All sizes that a mesh of a pool can have, ascending: divisors of a node, and whole nodes."""
+        here = self.pools[pool]
+        within = [n for n in range(1, here.gpus_per_node) if here.gpus_per_node % n == 0]
+        return (*within, *(here.gpus_per_node * n for n in range(1, here.nodes + 1)))
+
+    def meshes(self, size: int, pool: int = 0) -> Iterator[Mesh]:
+        """All meshes of a size in a pool: within a node aligned to their size, else whole consecutive nodes."""
+        here = self.pools[pool]
+        step = min(size, here.gpus_per_node)
+        for start in range(0, here.size - size + 1, step):
+            yield Mesh(pool, start, size)
+
+
+def _preset(device: Any, problems: list[str]) -> tuple[Preset, str]:
+    """What is known of a device, and what torch calls it; what is wrong with the name goes to ``problems``."""
+    known = {name.lower(): name for name in PRESETS}
+    if isinstance(device, str) and device.partition(":")[0] == "cuda":
+        return UNKNOWN_GPU, device
+    if isinstance(device, str) and device.lower() in known:
+        preset = PRESETS[known[device.lower()]]
+        return preset, device if device == "cpu" else preset.device.kind
+    hint = f"; {nearest(device, [*PRESETS, 'cuda'])}" if isinstance(device, str) and device else ""
+    problems.append(
+        f"device is {device!r}; expected 'cpu', 'cuda', 'cuda:<index>' or one of {', '.join(PRESETS)}{hint}"
+    )
+    return PRESETS["CPU"], "cpu"
+
+
+def _tiers(preset: Preset, nodes: int, per_node: int, network: float | None) -> tuple[Tier, ...]:
+    name, bandwidth, latency = preset.link
+    inside = Tier(name, per_node, bandwidth, latency)
+    if nodes == 1:
+        return (inside,)
+    return (inside, Tier("network", nodes * per_node, network or preset.network, NETWORK_LATENCY))

@@ -29,6 +29,7 @@ class Strategy:
 
     Args:
         tensor_parallel: ranks that share each layer (Megatron-LM, arXiv 1909.08053); all others are data parallel.
+        pipeline_parallel: stages of consecutive layers (GPipe, arXiv 1811.06965); no engine of today runs more than one.
         sharding: over the data-parallel ranks (ZeRO, arXiv 1910.02054, by torch's FSDP2). "full": parameters, gradients and
             optimiser (ZeRO-3). "optimizer": parameters stay whole between forward and backward, all else is sharded
             (ZeRO-2). "none": everything on every rank, gradients are summed. "hybrid": "full" within ``shard_size`` ranks,
@@ -50,6 +51,7 @@ class Strategy:
     """
 
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     sharding: Sharding = "full"
     shard_size: int | None = None
     shard_layers: tuple[str, ...] = ()
@@ -91,11 +93,9 @@ class Strategy:
 
     def _setting_problems(self) -> Iterator[tuple[str, str]]:
         """(name, sentence) of each setting that is by itself none that can be meant."""
-        if not is_whole(self.tensor_parallel, 1):
-            yield (
-                "tensor_parallel",
-                f"tensor_parallel is {self.tensor_parallel!r}; expected a whole number, at least 1",
-            )
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if not is_whole(getattr(self, name), 1):
+                yield name, f"{name} is {getattr(self, name)!r}; expected a whole number, at least 1"
         if self.shard_size is not None and not is_whole(self.shard_size, 1):
             yield "shard_size", f"shard_size is {self.shard_size!r}; expected a whole number, at least 1, or None"
         choices = {"sharding": Sharding, "activation_checkpointing": Checkpointing, "attention": Attention}
