@@ -1,0 +1,338 @@
+"""The placement problem: units, the ways to run each, what orders them, and what an assignment of all costs.
+
+Every unit gets a mesh and an option (a parallelism, resident or offloaded). Two units whose meshes share a device take turns,
+in one order that is the same in every iteration. :func:`evaluate` gives the time of an iteration in the steady state: the
+largest ratio, over the cycles of who waits for whom, of the time of a cycle to the iterations that it spans (the cycle time
+of a timed event graph: Baccelli et al., "Synchronization and Linearity", 1992, theorem 2.28).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flowrl.compiler.cluster import Cluster
+from flowrl.compiler.mesh import Mesh
+from flowrl.compiler.parallelism import Parallelism
+from flowrl.compiler.work import Work
+
+#: Of a device's memory, what the allocator, kernels and communication libraries take for themselves.
+RESERVE = 0.08
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call's use of one Model: what is placed.
+
+    Args:
+        label: unique: the call's, with the Model's name where the call holds several.
+        call: label of the call.
+        model: name of the Model.
+        weights: name of the Model that owns the weights: units of one name can share a copy.
+        work: what it does in an iteration.
+        trains: whether it writes the weights.
+        weight_bytes: of one whole copy, in the precision that it computes in.
+    """
+
+    label: str
+    call: str
+    model: str
+    weights: str
+    work: Work
+    trains: bool
+    weight_bytes: float
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run one unit on a mesh of a size, wherever it lies.
+
+    Args:
+        pool: that the mesh is of.
+        size: devices.
+        parallelism: over them.
+        seconds: of the unit in one iteration, loading included where it is offloaded.
+        held: bytes on the fullest rank that stay between calls (weights, and the optimiser of a trainer).
+        transient: bytes on the fullest rank that are needed only while it runs.
+        weights: bytes of the weights alone on the fullest rank.
+        offload: whether what it holds is in host memory while it does not run; ``held`` is then 0, and in ``transient``.
+    """
+
+    pool: int
+    size: int
+    parallelism: Parallelism
+    seconds: float
+    held: float
+    transient: float
+    weights: float
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where a unit runs, and how."""
+
+    mesh: Mesh
+    option: Option
+
+
+@dataclass(frozen=True)
+class WeightEdge:
+    """In iteration i, ``reader`` uses what ``writer`` made in iteration i − 1 − ``staleness``; both are indices of units."""
+
+    writer: int
+    reader: int
+    staleness: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be placed.
+
+    Args:
+        cluster: on what.
+        units: in an order that the data edges allow.
+        data: (before, after): indices of units, within one iteration.
+        weights: which unit reads what which other writes.
+        options: of each unit, all ways to run it.
+        pinned: by index of a unit, the only mesh that it may have.
+    """
+
+    cluster: Cluster
+    units: tuple[Unit, ...]
+    data: tuple[tuple[int, int], ...]
+    weights: tuple[WeightEdge, ...]
+    options: tuple[tuple[Option, ...], ...]
+    pinned: tuple[tuple[int, Mesh], ...] = ()
+
+    def memory(self, pool: int) -> float:
+        """Bytes of a device that a plan may use."""
+        return self.cluster.pools[pool].device.memory_bytes * (1 - RESERVE)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an assignment costs.
+
+    Args:
+        period: seconds of an iteration in the steady state.
+        seconds: of each unit, weights moved in included.
+        moves: seconds of those that moving weights takes, a unit each.
+        order: indices of units, as devices that they share take them.
+        critical: indices of the units of the cycle that sets the period.
+        critical_span: iterations that this cycle spans.
+        memory: ((pool, start, stop), bytes held, bytes of the greatest transient) of each stretch of devices.
+        overfull: bytes by which the fullest device has too few; 0 where all fits.
+    """
+
+    period: float
+    seconds: tuple[float, ...]
+    moves: tuple[float, ...]
+    order: tuple[int, ...]
+    critical: tuple[int, ...]
+    critical_span: int
+    memory: tuple[tuple[tuple[int, int, int], float, float], ...] = field(default=(), repr=False)
+    overfull: float = 0.0
+
+
+def evaluate(problem: Problem, choices: Sequence[Choice]) -> Cost:
+    """What an assignment of all units costs. The order on shared devices: whoever has most still to come after it goes
+    first; equal ones in the order of the units."""
+    moves = move_seconds(problem, choices)
+    seconds = tuple(c.option.seconds + m for c, m in zip(choices, moves, strict=True))
+    order = _order(problem, seconds)
+    edges = waits(problem, [c.mesh for c in choices], order)
+    period, critical, span = cycle_time(seconds, edges)
+    memory = memory_of(problem, choices)
+    over = max((h + t - problem.memory(stretch[0]) for stretch, h, t in memory), default=0.0)
+    return Cost(period, seconds, moves, order, critical, span, memory, max(0.0, over))
+
+
+def waits(problem: Problem, meshes: Sequence[Mesh], order: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(u, v, lag): v in iteration i starts when u of iteration i − lag has ended."""
+    edges = [(u, v, 0) for u, v in problem.data]
+    for edge in problem.weights:
+        edges.append((edge.writer, edge.reader, 1 + edge.staleness))
+        if edge.staleness == 0:  # nobody changes the weights of version i before all its readers are done
+            edges.append((edge.reader, edge.writer, 0))
+    for i, u in enumerate(order):
+        edges.append((u, u, 1))
+        for v in order[i + 1 :]:
+            if meshes[u].overlaps(meshes[v]):
+                edges += [(u, v, 0), (v, u, 1)]
+    return edges
+
+
+def cycle_time(seconds: Sequence[float], edges: Sequence[tuple[int, int, int]]) -> tuple[float, tuple[int, ...], int]:
+    """(largest ratio of time to lag over all cycles, the units of one such cycle, its lag).
+
+    Starts from the longest unit by itself, and moves to any cycle with a larger ratio until there is none: each move is to a
+    cycle that was found by longest paths under the ratio so far, so it ends (Dasdan, "Experimental analysis of the fastest
+    optimum cycle ratio and mean algorithms", 2004, §3).
+    """
+    longest = max(range(len(seconds)), key=lambda u: (seconds[u], -u))
+    ratio, cycle, span = seconds[longest], [longest], 1
+    while found := _larger_cycle(seconds, edges, ratio):
+        cycle, span = found
+        assert span > 0, "units that wait for one another within one iteration"
+        ratio = sum(seconds[u] for u in cycle) / span
+    return ratio, tuple(cycle), span
+
+
+def _larger_cycle(
+    seconds: Sequence[float], edges: Sequence[tuple[int, int, int]], ratio: float
+) -> tuple[list[int], int] | None:
+    """A cycle whose time exceeds ``ratio`` times its lag, and its lag; None where there is none."""
+    count = len(seconds)
+    ends = [0.0] * count
+    before: list[tuple[int, int] | None] = [None] * count
+    slack = 1e-9 * ratio  # a cycle of the same ratio must not be found again and again
+    changed = -1
+    for _ in range(count + 1):
+        changed = -1
+        for u, v, lag in edges:
+            reached = ends[u] + seconds[u] - ratio * lag
+            if reached > ends[v] + slack:
+                ends[v], before[v], changed = reached, (u, lag), v
+        if changed < 0:
+            return None
+    at = changed
+    for _ in range(count):
+        at = _previous(before, at)[0]
+    cycle, span, here = [], 0, at
+    while True:
+        earlier, lag = _previous(before, here)
+        cycle.append(earlier)
+        span += lag
+        here = earlier
+        if here == at:
+            return cycle[::-1], span
+
+
+def _previous(before: Sequence[tuple[int, int] | None], at: int) -> tuple[int, int]:
+    found = before[at]
+    assert found is not None
+    return found
+
+
+def _order(problem: Problem, seconds: Sequence[float]) -> tuple[int, ...]:
+    count = len(problem.units)
+    after: list[set[int]] = [set() for _ in range(count)]
+    for u, v in problem.data:
+        after[u].add(v)
+    for edge in problem.weights:
+        if edge.staleness == 0:
+            after[edge.reader].add(edge.writer)
+    tails = [0.0] * count
+    for u in reversed(range(count)):
+        tails[u] = seconds[u] + max((tails[v] for v in after[u]), default=0.0)
+    waiting = [sum(u in vs for vs in after) for u in range(count)]
+    ready, order = [u for u in range(count) if not waiting[u]], []
+    while ready:
+        u = max(ready, key=lambda u: (tails[u], -u))
+        ready.remove(u)
+        order.append(u)
+        for v in after[u]:
+            waiting[v] -= 1
+            if not waiting[v]:
+                ready.append(v)
+    return tuple(order)
+
+
+# -- weights: who holds them, and what moves ----------------------------------------------------------------------------
+
+
+def copies(problem: Problem, choices: Sequence[Choice]) -> list[tuple[object, ...]]:
+    """By unit, the copy of the weights that it uses: equal keys are one copy, which is held, and moved, once.
+
+    A reader on the very mesh of its writer with the same layout uses the writer's own weights; with another layout it holds
+    its copy only while it runs ("regrouped"). Anywhere else, and with a staleness above 0, it holds a copy of its own.
+    """
+    incoming = {edge.reader: edge for edge in problem.weights}
+    keys: list[tuple[object, ...]] = []
+    for u, (unit, choice) in enumerate(zip(problem.units, choices, strict=True)):
+        layout = choice.option.parallelism.layout
+        edge = incoming.get(u)
+        if unit.trains:
+            keys.append(("trained", unit.weights))
+        elif edge is None:
+            keys.append(("held", unit.weights, choice.mesh, layout, choice.option.offload, 0))
+        else:
+            writer = choices[edge.writer]
+            if edge.staleness == 0 and writer.mesh == choice.mesh:
+                same = writer.option.parallelism.layout == layout and not writer.option.offload
+                keys.append(("trained", unit.weights) if same else ("regrouped", unit.weights, u))
+            else:
+                keys.append(("held", unit.weights, choice.mesh, layout, choice.option.offload, edge.staleness))
+    return keys
+
+
+def move_seconds(problem: Problem, choices: Sequence[Choice]) -> tuple[float, ...]:
+    """By unit, seconds in which the weights that it reads are brought from where they are written. Of units that share a
+    copy the first pays."""
+    keys = copies(problem, choices)
+    seconds, paid = [0.0] * len(choices), set()
+    for edge in problem.weights:
+        key = keys[edge.reader]
+        if key in paid or key[0] == "trained":
+            continue
+        paid.add(key)
+        unit = problem.units[edge.reader]
+        seconds[edge.reader] = transfer_seconds(
+            problem.cluster, unit.weight_bytes, choices[edge.writer], choices[edge.reader]
+        )
+    return tuple(seconds)
+
+
+def transfer_seconds(cluster: Cluster, weight_bytes: float, writer: Choice, reader: Choice) -> float:
+    """Seconds to bring a Model's weights from the layout that trains it to one that reads it.
+
+    On one mesh a rank receives what its new share exceeds its old one by (HybridFlow, arXiv 2409.19256, §5.3); on another,
+    its whole share, and the senders share the sending.
+    """
+    pool = cluster.pools[reader.mesh.pool]
+    old, new = writer.option.parallelism, reader.option.parallelism
+    share = weight_bytes / (new.tensor * new.pipeline * (new.data if new.zero == 3 else 1))
+    fetched = 0.0  # from the host's memory, where the trainer is offloaded
+    if writer.option.offload:
+        fetched = writer.option.weights / cluster.pools[writer.mesh.pool].device.host_bandwidth
+    if writer.mesh == reader.mesh:
+        ranks = old.tensor * old.pipeline * (old.data if old.zero == 3 else 1)
+        held = weight_bytes / ranks
+        near = pool.tier(reader.mesh.start, reader.mesh.start + min(reader.mesh.size, max(ranks, new.tensor)))
+        return fetched + max(0.0, share - held) / near.bandwidth + near.latency
+    if writer.mesh.pool == reader.mesh.pool:
+        start = min(writer.mesh.start, reader.mesh.start)
+        far = pool.tier(start, max(writer.mesh.stop, reader.mesh.stop))
+    else:
+        far = min((cluster.pools[m.pool].tiers[-1] for m in (writer.mesh, reader.mesh)), key=lambda t: t.bandwidth)
+    return fetched + share / far.bandwidth + weight_bytes / (writer.mesh.size * far.bandwidth) + far.latency
+
+
+def memory_of(problem: Problem, choices: Sequence[Choice]) -> tuple[tuple[tuple[int, int, int], float, float], ...]:
+    """((pool, start, stop), bytes held, bytes of the greatest transient) of each stretch of devices with the same units."""
+    keys = copies(problem, choices)
+    stretches: list[tuple[tuple[int, int, int], float, float]] = []
+    for pool in sorted({c.mesh.pool for c in choices}):
+        ends = sorted({e for c in choices if c.mesh.pool == pool for e in (c.mesh.start, c.mesh.stop)})
+        for start, stop in itertools.pairwise(ends):
+            held: dict[object, float] = {}
+            transient = 0.0
+            used = False
+            for choice, key, unit in zip(choices, keys, problem.units, strict=True):
+                mesh, option = choice.mesh, choice.option
+                if mesh.pool != pool or mesh.start > start or mesh.stop < stop:
+                    continue
+                used = True
+                shared = key[0] == "trained" and not unit.trains
+                if key[0] == "regrouped":
+                    transient = max(transient, option.transient + (0.0 if option.offload else option.weights))
+                elif shared:
+                    transient = max(transient, option.transient - (option.weights if option.offload else 0.0))
+                else:
+                    held[key] = option.held
+                    transient = max(transient, option.transient)
+            if used:
+                stretches.append(((pool, start, stop), sum(held.values()), transient))
+    return tuple(stretches)
