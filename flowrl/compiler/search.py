@@ -1,0 +1,288 @@
+"""The search for a good placement: seeds of every shape, improved one unit, one boundary and one pair at a time.
+
+Deterministic: it is bounded by a number of ratings, never by a clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from flowrl.compiler.bounds import never_together
+from flowrl.compiler.mesh import Mesh
+from flowrl.compiler.problem import Choice, Cost, Option, Problem, evaluate
+
+#: Ways to run a unit on a mesh that are tried in the improvement: the fastest, and the leanest.
+TRIED = 4
+#: Where a mesh of two units is cut, as shares of it.
+CUTS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+
+Placement = tuple[Choice, ...]
+Rank = tuple[float, float, float]
+
+
+class Search:
+    """The best assignments that were seen, by shape.
+
+    Args:
+        problem: what is placed.
+        budget: ratings that may be spent.
+    """
+
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.evaluations = 0
+        self.best: tuple[Rank, Placement, Cost] | None = None
+        self.best_by_shape: dict[str, tuple[Rank, Placement, Cost]] = {}
+        self.exclusive = never_together(problem)
+        self.by_size: list[dict[tuple[int, int], tuple[Option, ...]]] = [_by_size(o) for o in problem.options]
+        self.pinned = dict(problem.pinned)
+        self._rated: dict[Placement, tuple[Rank, Cost]] = {}
+
+    # -- rating ----------------------------------------------------------------------------------------------------------
+
+    def rate(self, choices: Placement) -> Rank:
+        """(bytes too many, seconds of an iteration, seconds of all units): less is better, the first counts most."""
+        known = self._rated.get(choices)
+        if known is not None:
+            return known[0]
+        self.evaluations += 1
+        cost = evaluate(self.problem, choices)
+        rank = (cost.overfull, cost.period, sum(cost.seconds))
+        self._rated[choices] = (rank, cost)
+        if self.best is None or rank < self.best[0]:
+            self.best = (rank, choices, cost)
+        shape = shape_of(choices)
+        if cost.overfull == 0 and (shape not in self.best_by_shape or rank < self.best_by_shape[shape][0]):
+            self.best_by_shape[shape] = (rank, choices, cost)
+        return rank
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget is used up."""
+        return self.evaluations >= self.budget
+
+    # -- choosing how a unit runs on a mesh --------------------------------------------------------------------------------
+
+    def meshes(self, u: int) -> Iterator[Mesh]:
+        """All meshes that a unit may have."""
+        if u in self.pinned:
+            yield self.pinned[u]
+            return
+        for pool, size in self.by_size[u]:
+            yield from self.problem.cluster.meshes(size, pool)
+
+    def options(self, u: int, mesh: Mesh) -> tuple[Option, ...]:
+        """How a unit may run on a mesh, the fastest first; empty where it may not."""
+        if self.pinned.get(u, mesh) != mesh or not _is_mesh(self.problem, mesh):
+            return ()
+        return self.by_size[u].get((mesh.pool, mesh.size), ())
+
+    def place_on(self, meshes: Sequence[Mesh]) -> Placement | None:
+        """The fastest way of each unit on these meshes, made leaner until memory suffices; None where one has no way."""
+        ways = [self.options(u, mesh) for u, mesh in enumerate(meshes)]
+        if not all(ways):
+            return None
+        return self.lean(tuple(Choice(mesh, options[0]) for mesh, options in zip(meshes, ways, strict=True)))
+
+    def lean(self, choices: Placement) -> Placement:
+        """Other ways on the same meshes, as long as devices have too few bytes: each time the change that frees most for
+        the seconds it costs."""
+        rank = self.rate(choices)
+        while rank[0] > 0 and not self.spent:
+            found: tuple[float, Rank, Placement] | None = None
+            for u, choice in enumerate(choices):
+                for option in self.options(u, choice.mesh):
+                    if option.held + option.transient >= choice.option.held + choice.option.transient:
+                        continue
+                    changed = (*choices[:u], Choice(choice.mesh, option), *choices[u + 1 :])
+                    new = self.rate(changed)
+                    if new[0] < rank[0]:
+                        price = max(new[1] - rank[1], 0.0) + 1e-3 * max(new[2] - rank[2], 0.0) + 1e-9
+                        gain = (rank[0] - new[0]) / price
+                        if found is None or gain > found[0]:
+                            found = (gain, new, changed)
+            if found is None:
+                return choices
+            _, rank, choices = found
+        return choices
+
+    # -- improvement -------------------------------------------------------------------------------------------------------
+
+    def improve(self, choices: Placement) -> Placement:
+        """Better placements near one, until there is none or the budget is spent."""
+        rank = self.rate(choices)
+        moved = True
+        while moved and not self.spent:
+            moved = False
+            for move in self._moves():
+                for changed in move(choices):
+                    new = self.rate(changed)
+                    if new < rank and _really_less(new, rank):
+                        rank, choices, moved = new, changed, True
+                    if self.spent:
+                        return choices
+        return choices
+
+    def _moves(self) -> list[Callable[[Placement], list[Placement]]]:
+        single = [partial(self._one_unit, u=u) for u in range(len(self.problem.units))]
+        return [*single, self._boundaries, self._pairs]
+
+    def _one_unit(self, choices: Placement, u: int) -> list[Placement]:
+        """Another mesh or another way for one unit."""
+        here = choices[u].mesh
+        meshes = dict.fromkeys([here, *self._near(choices, u)])
+        found = []
+        for mesh in meshes:
+            for option in self._tried(u, mesh):
+                if choices[u] != Choice(mesh, option):
+                    found.append((*choices[:u], Choice(mesh, option), *choices[u + 1 :]))
+        return found
+
+    def _near(self, choices: Placement, u: int) -> Iterator[Mesh]:
+        """Meshes that begin or end where another does, or at an end of the pool."""
+        if u in self.pinned:
+            return
+        for pool, here in enumerate(self.problem.cluster.pools):
+            ends = {0, here.size}
+            for v, choice in enumerate(choices):
+                if v != u and choice.mesh.pool == pool:
+                    ends |= {choice.mesh.start, choice.mesh.stop}
+            for start, stop in itertools.combinations(sorted(ends), 2):
+                yield Mesh(pool, start, stop - start)
+            for size in _grid(here.size, here.gpus_per_node):
+                for end in sorted(ends):
+                    if end + size <= here.size:
+                        yield Mesh(pool, end, size)
+                    if end - size >= 0:
+                        yield Mesh(pool, end - size, size)
+
+    def _tried(self, u: int, mesh: Mesh) -> list[Option]:
+        options = self.options(u, mesh)
+        if len(options) <= TRIED:
+            return list(options)
+        leanest = min(options, key=lambda o: (o.held + o.transient, o.seconds))
+        return list(dict.fromkeys([*options[: TRIED - 1], leanest]))
+
+    def _boundaries(self, choices: Placement) -> list[Placement]:
+        """All meshes that begin or end at one place, moved there by some nodes."""
+        found = []
+        for pool, here in enumerate(self.problem.cluster.pools):
+            ends = {e for c in choices if c.mesh.pool == pool for e in (c.mesh.start, c.mesh.stop)} - {0, here.size}
+            nodes = here.nodes
+            steps = [s for s in (1, 2, 4, 8, 16, 32, 64) if s < nodes] if nodes > 1 else []
+            within = [s for s in (1, 2, 4) if s < here.gpus_per_node]
+            shifts = [s * here.gpus_per_node for s in steps] + within
+            for end in sorted(ends):
+                for shift in [*shifts, *(-s for s in shifts)]:
+                    meshes = [_moved(c.mesh, pool, end, end + shift) for c in choices]
+                    changed = self._same_ways(choices, meshes)
+                    if changed is not None:
+                        found.append(changed)
+        return found
+
+    def _pairs(self, choices: Placement) -> list[Placement]:
+        """Two units that may run at the same time, side by side on the devices that they have now."""
+        found = []
+        for u, v in itertools.combinations(range(len(choices)), 2):
+            a, b = choices[u].mesh, choices[v].mesh
+            if self.exclusive[u][v] or a.pool != b.pool:
+                continue
+            start, stop = min(a.start, b.start), max(a.stop, b.stop)
+            for cut in CUTS:
+                left = _round(self.problem, a.pool, start, (stop - start) * cut)
+                if left is None:
+                    continue
+                first, second = Mesh(a.pool, start, left), Mesh(a.pool, start + left, stop - start - left)
+                for one, other in ((first, second), (second, first)):
+                    meshes = [c.mesh for c in choices]
+                    meshes[u], meshes[v] = one, other
+                    changed = self._same_ways(choices, meshes)
+                    if changed is not None:
+                        found.append(changed)
+        return found
+
+    def _same_ways(self, choices: Placement, meshes: Sequence[Mesh]) -> Placement | None:
+        """The same units on other meshes: where a mesh changes, as like the way before as there is."""
+        changed = []
+        for u, (choice, mesh) in enumerate(zip(choices, meshes, strict=True)):
+            if mesh == choice.mesh:
+                changed.append(choice)
+                continue
+            options = self.options(u, mesh)
+            if not options:
+                return None
+            old = choice.option
+            like = [o for o in options if o.offload == old.offload and o.parallelism.zero == old.parallelism.zero]
+            changed.append(Choice(mesh, (like or options)[0]))
+        return tuple(changed)
+
+
+def shape_of(choices: Sequence[Choice]) -> str:
+    """ "colocated": one mesh; "split": meshes that share nothing; "mixed": anything else."""
+    meshes = sorted({c.mesh for c in choices})
+    if len(meshes) == 1:
+        return "colocated"
+    return "mixed" if any(a.overlaps(b) for a, b in itertools.combinations(meshes, 2)) else "split"
+
+
+def _really_less(new: Rank, old: Rank) -> bool:
+    """Whether it is better by more than rounding."""
+    return any(a < b - 1e-9 * max(1.0, abs(b)) for a, b in zip(new, old, strict=True))
+
+
+def _by_size(options: Sequence[Option]) -> dict[tuple[int, int], tuple[Option, ...]]:
+    found: dict[tuple[int, int], list[Option]] = {}
+    for option in options:
+        found.setdefault((option.pool, option.size), []).append(option)
+    return {key: tuple(sorted(found[key], key=_preference)) for key in sorted(found)}
+
+
+def _preference(option: Option) -> tuple[object, ...]:
+    return (option.seconds, option.held + option.transient, option.offload, option.parallelism)
+
+
+def _is_mesh(problem: Problem, mesh: Mesh) -> bool:
+    """Whether there are such devices, within a node and aligned, or whole nodes."""
+    here = problem.cluster.pools[mesh.pool]
+    step = here.gpus_per_node if mesh.size >= here.gpus_per_node else mesh.size
+    return (
+        mesh.start >= 0
+        and mesh.stop <= here.size
+        and mesh.start % step == 0
+        and _is_size(mesh.size, here.gpus_per_node)
+    )
+
+
+def _is_size(size: int, per_node: int) -> bool:
+    return size > 0 and (size % per_node == 0 if size >= per_node else per_node % size == 0)
+
+
+def _grid(devices: int, per_node: int) -> list[int]:
+    """Sizes between one device and all: within a node all, then nodes in steps of about a third."""
+    sizes = [n for n in range(1, per_node) if per_node % n == 0]
+    nodes, count = devices // per_node, 1
+    while count <= nodes:
+        sizes.append(count * per_node)
+        count = max(count + 1, math.ceil(count * 1.25))
+    return sizes
+
+
+def _moved(mesh: Mesh, pool: int, old: int, new: int) -> Mesh:
+    """A mesh whose end at ``old`` is at ``new``."""
+    if mesh.pool != pool or old not in (mesh.start, mesh.stop):
+        return mesh
+    start, stop = (new, mesh.stop) if mesh.start == old else (mesh.start, new)
+    return Mesh(pool, start, stop - start)
+
+
+def _round(problem: Problem, pool: int, start: int, size: float) -> int | None:
+    """The number of devices nearest to ``size`` that a mesh can have; None for 0."""
+    per_node = problem.cluster.pools[pool].gpus_per_node
+    if size >= per_node or start % per_node:
+        return max(1, round(size / per_node)) * per_node
+    within = [n for n in range(1, per_node) if per_node % n == 0]
+    return min(within, key=lambda n: (abs(n - size), n)) if within else None
