@@ -192,7 +192,9 @@ def _bytes(problem: Problem, choices: Sequence[Choice], units: Sequence[int]) ->
         if _shares_with_writer(problem, choices, u):  # it brings nothing, and unpacks nothing, that is not there
             passing = max(passing, option.transient - (option.weights if option.offload else 0.0))
         elif edge is not None and edge.staleness == 0 and choices[edge.writer].mesh == choices[u].mesh:
-            passing = max(passing, option.transient + (0.0 if option.offload else option.weights))  # regrouped, then dropped
+            passing = max(
+                passing, option.transient + (0.0 if option.offload else option.weights)
+            )  # regrouped, then dropped
         else:
             passing = max(passing, option.transient)
             if not any(_same_copy(problem, choices, u, v) for v in lasting):

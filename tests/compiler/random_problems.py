@@ -80,7 +80,8 @@ def with_memory(problem: Problem, memory_bytes: int) -> Problem:
 
 
 def shuffled(problem: Problem, seed: int) -> Problem:
-    """The same, with everything whose order means nothing in another order."""
+    """The same, with everything whose order means nothing in another order. (The first weight edge of several that read
+    one copy pays for it.)"""
     rng = random.Random(seed)
 
     def mixed(items: Sequence) -> tuple:
@@ -89,7 +90,6 @@ def shuffled(problem: Problem, seed: int) -> Problem:
     return dataclasses.replace(
         problem,
         data=mixed(problem.data),
-        weights=mixed(problem.weights),
         options=tuple(mixed(options) for options in problem.options),
         pinned=mixed(problem.pinned),
     )
@@ -247,7 +247,7 @@ def _memory(rng: random.Random, problem: Problem) -> int:
     most = sum(max(o.held for o in options) for options in problem.options)
     most += max(o.transient for options in problem.options for o in options)
     share = rng.choice([-0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 1.0])
-    return int((least + share * (most - least)) / 0.9)
+    return int(max(least / 2, least + share * (most - least)) / 0.9)
 
 
 def _work(kind: Kind) -> Work:

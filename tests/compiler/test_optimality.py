@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -13,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.compiler.mesh import Mesh
-from flowrl.compiler.placement import place
+from flowrl.compiler.placement import Placed, PlacementError, place
 from flowrl.compiler.problem import Choice, Problem, evaluate
-from flowrl.compiler.search import Placed
 from tests.compiler.brute_force import assignments, optimum, rating
 from tests.compiler.random_problems import num_assignments, one_node_more, random_problem, shuffled
 
@@ -26,26 +26,43 @@ SAME = 1e-9
 FEW, MANY = range(60), range(60, 620)
 
 
+@functools.cache
+def best_of(seed: int) -> tuple[float, tuple[Choice, ...]] | None:
+    """(period, choices) of the best assignment of a random problem; None where none fits."""
+    return optimum(random_problem(seed))
+
+
+def plan_or_none(problem: Problem) -> Placed | None:
+    """The compiler's plan; None where it says that nothing fits."""
+    try:
+        return place(problem)
+    except PlacementError:
+        return None
+
+
 def planned(problem: Problem) -> Placed | None:
     """The compiler's plan, checked against the problem; None where it says that nothing fits."""
-    found = place(problem)
+    found = plan_or_none(problem)
     if found is None:
         return None
     cost = evaluate(problem, found.choices)
     assert cost.overfull == 0 and cost.period == pytest.approx(found.cost.period, rel=SAME)
-    assert found.choices in set(assignments(problem)), "a mesh or an option that the problem does not have, or a moved pin"
+    assert found.choices in set(assignments(problem)), (
+        "a mesh or an option that the problem does not have, or a moved pin"
+    )
     return found
 
 
 def check_optimal(seed: int) -> None:
     """lower bound ≤ optimum = plan, or both find that nothing fits."""
-    problem = random_problem(seed)
-    best, plan = optimum(problem), planned(problem)
+    best, plan = best_of(seed), planned(random_problem(seed))
     assert (plan is None) == (best is None), f"seed {seed}: brute force {best}, plan {plan}"
     if best is None or plan is None:
         return
     period = best[0]
-    assert plan.lower_bound <= period * (1 + SAME), f"seed {seed}: a bound of {plan.lower_bound}, an optimum of {period}"
+    assert plan.lower_bound <= period * (1 + SAME), (
+        f"seed {seed}: a bound of {plan.lower_bound}, an optimum of {period}"
+    )
     assert plan.cost.period == pytest.approx(period, rel=SAME), f"seed {seed}: {plan.cost}; optimum {period}: {best[1]}"
     assert plan.exact, f"seed {seed}: small enough to be solved exactly"
 
@@ -66,14 +83,18 @@ def test_many_plans_are_the_best_of_all_assignments(first: int) -> None:
 def test_the_random_problems_are_what_they_should_be() -> None:
     """Of every kind that the tests are about there are some among those that run by default."""
     problems = [random_problem(seed) for seed in FEW]
-    solved = [optimum(p) for p in problems]
+    solved = [best_of(seed) for seed in FEW]
     best = [(p, s[1]) for p, s in zip(problems, solved, strict=True) if s]
-    unlimited = [min(evaluate(p, a).period for a in assignments(p)) for p, _ in best[:25]]
+    unlimited = [min(evaluate(p, a).period for a in assignments(p)) for p, _ in best[:20]]
     assert any(s is None for s in solved), "nothing fits"
-    assert any(evaluate(p, c).period > u * (1 + SAME) for (p, c), u in zip(best, unlimited, strict=False)), "memory binds"
+    assert any(evaluate(p, c).period > u * (1 + SAME) for (p, c), u in zip(best, unlimited, strict=False)), (
+        "memory binds"
+    )
     assert any(c.option.offload for _, choices in best for c in choices), "offloading pays"
     assert any(len({c.mesh for c in choices}) > 1 for _, choices in best), "a split is best"
-    assert any(len({c.mesh for c in choices}) == 1 for p, choices in best if p.cluster.num_devices > 1), "colocated is best"
+    assert any(len({c.mesh for c in choices}) == 1 for p, choices in best if p.cluster.num_devices > 1), (
+        "colocated is best"
+    )
     assert any(len({c.mesh.pool for c in choices}) > 1 for _, choices in best), "two pools are used"
     assert any(p.pinned for p in problems) and any(e.staleness for p in problems for e in p.weights)
     assert max(num_assignments(p.cluster, p.options) for p in problems) > 2000
@@ -97,7 +118,7 @@ def test_one_node_more_never_makes_the_optimum_worse(seed: int) -> None:
     problem = random_problem(seed)
     plan = planned(problem)
     for pool in range(len(problem.cluster.pools)):
-        larger = place(one_node_more(problem, pool))
+        larger = plan_or_none(one_node_more(problem, pool))
         if plan is not None:
             assert larger is not None and larger.exact
             assert larger.cost.period <= plan.cost.period * (1 + SAME)
@@ -106,7 +127,7 @@ def test_one_node_more_never_makes_the_optimum_worse(seed: int) -> None:
 @pytest.mark.parametrize("seed", FEW)
 def test_the_order_of_options_and_edges_changes_nothing(seed: int) -> None:
     problem = random_problem(seed)
-    plan, other = place(problem), place(shuffled(problem, seed))
+    plan, other = plan_or_none(problem), plan_or_none(shuffled(problem, seed))
     assert (plan is None) == (other is None)
     if plan is not None and other is not None:
         assert other.cost.period == pytest.approx(plan.cost.period, rel=SAME)
@@ -120,11 +141,10 @@ def plan_as_json(choices: tuple[Choice, ...] | None) -> str:
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     seeds = list(FEW)[::3]
     code = f"""
-from flowrl.compiler.placement import place
 from tests.compiler.random_problems import random_problem
-from tests.compiler.test_optimality import plan_as_json
+from tests.compiler.test_optimality import plan_as_json, plan_or_none
 for seed in {seeds}:
-    plan = place(random_problem(seed))
+    plan = plan_or_none(random_problem(seed))
     print(plan_as_json(plan and plan.choices), plan and (plan.lower_bound, plan.evaluations))
 """
     outputs = [
@@ -144,8 +164,9 @@ for seed in {seeds}:
 
 def test_a_pin_is_kept_and_never_makes_a_plan_better() -> None:
     """Pinned to any mesh that it could have, a unit lies there, and the period is that of the best such assignment."""
-    problem = next(p for p in map(random_problem, FEW) if not p.pinned and optimum(p) and p.cluster.num_devices >= 4)
-    free = optimum(problem)
+    usable = (s for s in FEW if not random_problem(s).pinned and random_problem(s).cluster.num_devices >= 4)
+    seed = next(s for s in usable if best_of(s))
+    problem, free = random_problem(seed), best_of(seed)
     assert free is not None
     meshes: set[Mesh] = {choices[0].mesh for choices in assignments(problem)}
     for mesh in sorted(meshes):
