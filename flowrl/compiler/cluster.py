@@ -137,6 +137,19 @@ class Cluster:
         """Devices of all pools."""
         return sum(pool.size for pool in self.pools)
 
+    def mesh(self, start: int, size: int, pool: int = 0) -> Mesh:
+        """Devices ``start`` … ``start + size − 1`` of a pool, to pin a call on.
+
+        Raises:
+            FlowError: there is no such mesh: it is neither a part of a node, aligned to its size, nor whole nodes.
+        """
+        from flowrl.compiler.pins import mesh_problems
+
+        made = Mesh(pool, start, size)
+        if problems := list(mesh_problems(made, self)):
+            raise FlowError("There is no such mesh: " + "; ".join(problems))
+        return made
+
     def sizes(self, pool: int = 0) -> tuple[int, ...]:
         """All sizes that a mesh of a pool can have, ascending: divisors of a node, and whole nodes."""
         here = self.pools[pool]

@@ -56,7 +56,8 @@ class Option:
         held: bytes on the fullest rank that stay between calls (weights, and the optimiser of a trainer).
         transient: bytes on the fullest rank that are needed only while it runs.
         weights: bytes of the weights alone on the fullest rank.
-        offload: whether what it holds is in host memory while it does not run; ``held`` is then 0, and in ``transient``.
+        offload: whether it holds nothing while it does not run: its state is in host memory, or, of a unit that reads what
+            another writes, it is given the weights anew each time. ``held`` is then 0, and in ``transient``.
     """
 
     pool: int
@@ -143,7 +144,7 @@ def evaluate(problem: Problem, choices: Sequence[Choice]) -> Cost:
     seconds = tuple(c.option.seconds + m for c, m in zip(choices, moves, strict=True))
     order = _order(problem, seconds)
     edges = waits(problem, [c.mesh for c in choices], order)
-    period, critical, span = cycle_time(seconds, edges)
+    period, critical, span = cycle_time(seconds, edges, order)
     memory = memory_of(problem, choices)
     over = max((h + t - problem.memory(stretch[0]) for stretch, h, t in memory), default=0.0)
     return Cost(period, seconds, moves, order, critical, span, memory, max(0.0, over))
@@ -164,20 +165,65 @@ def waits(problem: Problem, meshes: Sequence[Mesh], order: Sequence[int]) -> lis
     return edges
 
 
-def cycle_time(seconds: Sequence[float], edges: Sequence[tuple[int, int, int]]) -> tuple[float, tuple[int, ...], int]:
+def cycle_time(
+    seconds: Sequence[float], edges: Sequence[tuple[int, int, int]], order: Sequence[int] | None = None
+) -> tuple[float, tuple[int, ...], int]:
     """(largest ratio of time to lag over all cycles, the units of one such cycle, its lag).
 
-    Starts from the longest unit by itself, and moves to any cycle with a larger ratio until there is none: each move is to a
-    cycle that was found by longest paths under the ratio so far, so it ends (Dasdan, "Experimental analysis of the fastest
-    optimum cycle ratio and mean algorithms", 2004, §3).
+    Starts from the best cycle that leaves its iteration once, and moves to any cycle with a larger ratio until there is none:
+    each move is to a cycle that longest paths under the ratio so far have found, so it ends (Dasdan, "Experimental analysis
+    of the fastest optimum cycle ratio and mean algorithms", 2004, §3).
+
+    Args:
+        seconds: of each unit.
+        edges: (u, v, lag); those without a lag make no cycle, and those with one include (u, u, 1) of every unit.
+        order: of the units, that all edges without a lag follow; found where it is not given.
     """
-    longest = max(range(len(seconds)), key=lambda u: (seconds[u], -u))
-    ratio, cycle, span = seconds[longest], [longest], 1
-    while found := _larger_cycle(seconds, edges, ratio):
+    place = [0] * len(seconds)
+    for position, u in enumerate(_topological(len(seconds), edges) if order is None else order):
+        place[u] = position
+    within = sorted((e for e in edges if e[2] == 0), key=lambda e: place[e[0]])
+    across = [e for e in edges if e[2] > 0]
+    ratio, cycle, span = _leaving_once(seconds, within, across)
+    while found := _larger_cycle(seconds, within + across, ratio):
         cycle, span = found
-        assert span > 0, "units that wait for one another within one iteration"
         ratio = sum(seconds[u] for u in cycle) / span
     return ratio, tuple(cycle), span
+
+
+def _topological(count: int, edges: Sequence[tuple[int, int, int]]) -> list[int]:
+    depth = [0] * count
+    for _ in range(count):
+        for u, v, lag in edges:
+            if lag == 0 and depth[v] <= depth[u]:
+                depth[v] = depth[u] + 1
+    return sorted(range(count), key=lambda u: depth[u])
+
+
+def _leaving_once(
+    seconds: Sequence[float], within: Sequence[tuple[int, int, int]], across: Sequence[tuple[int, int, int]]
+) -> tuple[float, list[int], int]:
+    """The best of the cycles with one edge that has a lag."""
+    best: tuple[float, int, int, int] = (-1.0, 0, 0, 1)
+    nowhere = float("-inf")
+    ways: dict[int, list[int]] = {}
+    for head in {v for _, v, _ in across}:
+        ends = [nowhere] * len(seconds)
+        before = [-1] * len(seconds)
+        ends[head] = seconds[head]
+        for u, v, _ in within:
+            if ends[u] + seconds[v] > ends[v]:
+                ends[v], before[v] = ends[u] + seconds[v], u
+        ways[head] = before
+        for tail, v, lag in across:
+            if v == head and ends[tail] / lag > best[0]:
+                best = (ends[tail] / lag, head, tail, lag)
+    ratio, head, at, lag = best
+    cycle = [at]
+    while at != head:
+        at = ways[head][at]
+        cycle.append(at)
+    return ratio, cycle[::-1], lag
 
 
 def _larger_cycle(
@@ -187,7 +233,7 @@ def _larger_cycle(
     count = len(seconds)
     ends = [0.0] * count
     before: list[tuple[int, int] | None] = [None] * count
-    slack = 1e-9 * ratio  # a cycle of the same ratio must not be found again and again
+    slack = 1e-12 * ratio  # a cycle of the same ratio must not be found again and again
     changed = -1
     for _ in range(count + 1):
         changed = -1
@@ -207,12 +253,14 @@ def _larger_cycle(
         span += lag
         here = earlier
         if here == at:
-            return cycle[::-1], span
+            break
+    # Rounding may call the same cycle larger; then there is none.
+    return (cycle[::-1], span) if sum(seconds[u] for u in cycle) > ratio * span * (1 + 1e-12) else None
 
 
 def _previous(before: Sequence[tuple[int, int] | None], at: int) -> tuple[int, int]:
     found = before[at]
-    assert found is not None
+    assert found is not None, "every unit of a cycle has one before it"
     return found
 
 
@@ -247,7 +295,8 @@ def copies(problem: Problem, choices: Sequence[Choice]) -> list[tuple[object, ..
     """By unit, the copy of the weights that it uses: equal keys are one copy, which is held, and moved, once.
 
     A reader on the very mesh of its writer with the same layout uses the writer's own weights; with another layout it holds
-    its copy only while it runs ("regrouped"). Anywhere else, and with a staleness above 0, it holds a copy of its own.
+    its copy only while it runs ("regrouped"), and so does one that is offloaded: it is given the weights anew each time, so
+    that nothing need go to the host. Anywhere else, and with a staleness above 0, it holds a copy of its own.
     """
     incoming = {edge.reader: edge for edge in problem.weights}
     keys: list[tuple[object, ...]] = []
@@ -260,7 +309,9 @@ def copies(problem: Problem, choices: Sequence[Choice]) -> list[tuple[object, ..
             keys.append(("held", unit.weights, choice.mesh, layout, choice.option.offload, 0))
         else:
             writer = choices[edge.writer]
-            if edge.staleness == 0 and writer.mesh == choice.mesh:
+            if choice.option.offload:
+                keys.append(("regrouped", unit.weights, u))
+            elif edge.staleness == 0 and writer.mesh == choice.mesh:
                 same = writer.option.parallelism.layout == layout and not writer.option.offload
                 keys.append(("trained", unit.weights) if same else ("regrouped", unit.weights, u))
             else:

@@ -248,13 +248,9 @@ def _preference(option: Option) -> tuple[object, ...]:
 def _is_mesh(problem: Problem, mesh: Mesh) -> bool:
     """Whether there are such devices, within a node and aligned, or whole nodes."""
     here = problem.cluster.pools[mesh.pool]
-    step = here.gpus_per_node if mesh.size >= here.gpus_per_node else mesh.size
-    return (
-        mesh.start >= 0
-        and mesh.stop <= here.size
-        and mesh.start % step == 0
-        and _is_size(mesh.size, here.gpus_per_node)
-    )
+    if not _is_size(mesh.size, here.gpus_per_node) or mesh.start < 0 or mesh.stop > here.size:
+        return False
+    return mesh.start % min(mesh.size, here.gpus_per_node) == 0
 
 
 def _is_size(size: int, per_node: int) -> bool:
