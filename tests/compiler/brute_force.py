@@ -41,10 +41,9 @@ def all_meshes(pool: Pool, option: Option) -> list[Mesh]:
     size, node = option.size, pool.gpus_per_node
     found = []
     for start in range(pool.size - size + 1):
-        first, last = start // node, (start + size - 1) // node
-        if first == last and start % node % size == 0 and node % size == 0:
-            found.append(Mesh(option.pool, start, size))
-        elif first != last and start % node == 0 and size % node == 0:
+        inside = start // node == (start + size - 1) // node
+        whole = node % size == 0 if inside else size % node == 0
+        if whole and start % (size if inside else node) == 0:
             found.append(Mesh(option.pool, start, size))
     return found
 
