@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flowrl.compiler.memory import Precision
 
 Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
 
 
 def options_of(
@@ -63,36 +64,43 @@ def options_of(
         load = 0.0 if read else (2.0 if work.kind == "train" else 1.0)
         moves = work.kind == "train" or read
         margin = table.weights / here.tiers[0].bandwidth + here.tiers[0].latency if moves else np.zeros(len(seconds))
+        keep = np.zeros(len(seconds), dtype=bool)
         for size in wanted:
             rows = np.flatnonzero((table.size == size) & fits)
-            for row in rows[_worth(table, seconds, held, transient, margin, rows)]:
-                found += _both(table, int(row), pool, seconds, held, transient, load / here.device.host_bandwidth)
+            keep[_worth(table, seconds, held, transient, margin, rows)] = True
+        found += _options(
+            table, np.flatnonzero(keep), pool, seconds, held, transient, load / here.device.host_bandwidth
+        )
     return tuple(found)
 
 
 def _worth(
-    table: Table, seconds: Floats, held: Floats, transient: Floats, margin: Floats, rows: NDArray[np.intp]
-) -> NDArray[np.bool_]:
-    """Which of some rows of one size no other one makes pointless; of equal ones the first."""
-    if not len(rows):
-        return np.zeros(0, dtype=bool)
-    t, h, x, m = seconds[rows], held[rows], transient[rows], margin[rows]
-    layout = np.stack([table.data[rows], table.tensor[rows], table.pipeline[rows], table.zero[rows] == 3])
-    alike = (layout[:, :, None] == layout[:, None, :]).all(axis=0)
-    # [a, b]: whether a makes b pointless
-    sooner = t[:, None] + np.where(alike, 0.0, m[:, None]) <= t[None, :]
-    no_worse = sooner & (h[:, None] <= h[None, :]) & (x[:, None] <= x[None, :])
-    equal = no_worse & no_worse.T
-    first = np.arange(len(rows))[:, None] < np.arange(len(rows))[None, :]
-    return ~(no_worse & (~equal | first)).any(axis=0)
+    table: Table, seconds: Floats, held: Floats, transient: Floats, margin: Floats, rows: Rows
+) -> NDArray[np.intp]:
+    """Those of some rows of one size that no other one makes pointless; of equal ones the first."""
+    rows = rows[np.argsort(seconds[rows], kind="stable")]
+    layout = (table.data * 65536 + table.tensor) * 65536 * 2 + table.pipeline * 2 + (table.zero == 3)
+
+    def pointless(by: int, of: Rows) -> NDArray[np.bool_]:
+        late = seconds[by] + np.where(layout[of] == layout[by], 0.0, margin[by]) <= seconds[of]
+        return late & (held[by] <= held[of]) & (transient[by] <= transient[of])
+
+    first = 0
+    while first < len(rows):
+        behind = rows[first + 1 :]
+        rows = np.concatenate([rows[: first + 1], behind[~pointless(int(rows[first]), behind)]])
+        first += 1
+    return rows
 
 
-def _both(
-    table: Table, row: int, pool: int, seconds: Floats, held: Floats, transient: Floats, load: float
-) -> list[Option]:
-    """A row as it is, and with nothing held between calls, which costs ``load`` seconds a byte."""
-    parallelism: Parallelism = table.parallelism(row)
-    size, weights = int(table.size[row]), float(table.weights[row])
-    t, h, x = float(seconds[row]), float(held[row]), float(transient[row])
-    kept = Option(pool, size, parallelism, t, h, x, weights)
-    return [kept, Option(pool, size, parallelism, t + h * load, 0.0, x + h, weights, True)]
+def _options(
+    table: Table, rows: Rows, pool: int, seconds: Floats, held: Floats, transient: Floats, load: float
+) -> Iterator[Option]:
+    """Rows as they are, and with nothing held between calls, which costs ``load`` seconds a byte."""
+    names = ("data", "tensor", "pipeline", "zero", "checkpointing", "micro_batches")
+    shapes = zip(*(getattr(table, name)[rows].tolist() for name in names), strict=True)
+    numbers = zip(*(c[rows].tolist() for c in (table.size, seconds, held, transient, table.weights)), strict=True)
+    for (data, tensor, pipeline, zero, kept, micro), (size, t, h, x, weights) in zip(shapes, numbers, strict=True):
+        parallelism = Parallelism(data, tensor, pipeline, zero, bool(kept), micro)
+        yield Option(pool, size, parallelism, t, h, x, weights)
+        yield Option(pool, size, parallelism, t + h * load, 0.0, x + h, weights, True)
