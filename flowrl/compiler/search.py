@@ -43,6 +43,8 @@ class Search:
         self.by_size: list[dict[tuple[int, int], tuple[Option, ...]]] = [_by_size(o) for o in problem.options]
         self.pinned = dict(problem.pinned)
         self._ladders: dict[tuple[int, int, int], list[Option]] = {}
+        self._shortlists: dict[tuple[int, int, int], tuple[Option, ...]] = {}
+        self.least_work = [min(o.seconds * o.size for o in options) for options in problem.options]
         self._rated: dict[Placement, tuple[Rank, Cost]] = {}
 
     # -- rating ----------------------------------------------------------------------------------------------------------
@@ -209,12 +211,15 @@ class Search:
                     if end - size >= 0:
                         yield Mesh(pool, end - size, size)
 
-    def _tried(self, u: int, mesh: Mesh) -> list[Option]:
+    def _tried(self, u: int, mesh: Mesh) -> tuple[Option, ...]:
         options = self.options(u, mesh)
         if len(options) <= TRIED:
-            return list(options)
-        leanest = min(options, key=lambda o: (o.held + o.transient, o.seconds))
-        return list(dict.fromkeys([*options[: TRIED - 1], leanest]))
+            return options
+        key = (u, mesh.pool, mesh.size)
+        if key not in self._shortlists:
+            leanest = min(options, key=lambda o: (o.held + o.transient, o.seconds))
+            self._shortlists[key] = tuple(dict.fromkeys([*options[: TRIED - 1], leanest]))
+        return self._shortlists[key]
 
     def _boundaries(self, choices: Placement) -> list[Placement]:
         """All meshes that begin or end at one place, moved there by some nodes."""
@@ -282,14 +287,14 @@ def _surely_worse(choices: Placement, rank: Rank) -> bool:
     """Whether a device has more work than the time to beat, where what is to be beaten fits."""
     if rank[0] > 0:
         return False
-    for choice in choices:
-        pool, device = choice.mesh.pool, choice.mesh.start
+    spans = [(c.mesh.pool, c.mesh.start, c.mesh.start + c.mesh.size, c.option.seconds) for c in choices]
+    limit = rank[1]
+    for pool, device, _, _seconds in spans:
         load = 0.0
-        for other in choices:
-            mesh = other.mesh
-            if mesh.start <= device < mesh.stop and mesh.pool == pool:
-                load += other.option.seconds
-        if load > rank[1]:
+        for other, start, stop, more in spans:
+            if start <= device < stop and other == pool:
+                load += more
+        if load > limit:
             return True
     return False
 
