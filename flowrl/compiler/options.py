@@ -58,8 +58,9 @@ def options_of(
         for other, kept_in in beside:
             share = table.tensor * table.pipeline
             held = held + other.num_parameters() * kept_in.weights / share
-            ratio = other.flops_forward(work) / architecture.flops_forward(work)
-            seconds = seconds + table.compute * ratio / (4 if table.checkpointing.any() else 3)
+            length = work.prompt_tokens + work.response_tokens
+            forward = other.flops_forward(work.tokens, length, predicted=work.tokens) * work.epochs
+            seconds = seconds + table.compute * (forward / table.flops)
         fits = held + transient <= limit
         load = 0.0 if read else (2.0 if work.kind == "train" else 1.0)
         moves = work.kind == "train" or read
