@@ -40,7 +40,7 @@ def lower_bound(problem: Problem, below: float = math.inf) -> float:
         ValueError: a unit has no option.
     """
     fastest = [min(o.seconds for o in options) for options in problem.options]
-    edges = dependencies(problem)
+    edges = problem.dependencies
     bound = cycle_time(fastest, edges)[0]
     if bound >= below:
         return below
@@ -62,21 +62,11 @@ def lower_bound(problem: Problem, below: float = math.inf) -> float:
     return min(bound, below)
 
 
-def dependencies(problem: Problem) -> list[tuple[int, int, int]]:
-    """(u, v, lag): what waits for what whatever the meshes are."""
-    edges = [(u, v, 0) for u, v in problem.data] + [(u, u, 1) for u in range(len(problem.units))]
-    for edge in problem.weights:
-        edges.append((edge.writer, edge.reader, 1 + edge.staleness))
-        if edge.staleness == 0:
-            edges.append((edge.reader, edge.writer, 0))
-    return edges
-
-
 def never_together(problem: Problem) -> list[list[bool]]:
     """By pair of units, whether they lie on a cycle that spans one iteration, so that they can never run at the same time."""
     count = len(problem.units)
     lags = [[math.inf] * count for _ in range(count)]
-    for u, v, lag in dependencies(problem):
+    for u, v, lag in problem.dependencies:
         if u != v:
             lags[u][v] = min(lags[u][v], lag)
     for k, i, j in itertools.product(range(count), repeat=3):
@@ -84,7 +74,9 @@ def never_together(problem: Problem) -> list[list[bool]]:
     return [[i != j and lags[i][j] + lags[j][i] <= 1 for j in range(count)] for i in range(count)]
 
 
-def _fits(fastest: Sequence[float], edges: list[tuple[int, int, int]], u: int, seconds: float, below: float) -> bool:
+def _fits(
+    fastest: Sequence[float], edges: Sequence[tuple[int, int, int]], u: int, seconds: float, below: float
+) -> bool:
     """Whether a unit may take so long in an iteration that takes less than ``below``."""
     if math.isinf(below):
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowrl.compiler.bounds import dependencies
 from flowrl.compiler.problem import Choice, Problem, cycle_time
 from flowrl.compiler.search import Search
 
@@ -30,7 +29,7 @@ class BranchAndBound:
         self.looked_at = 0
         self.fastest = [min(o.seconds for o in options) for options in problem.options]
         self.least_work = [min(o.seconds * o.size for o in options) for options in problem.options]
-        self.edges = dependencies(problem)
+        self.edges = problem.dependencies
         self.order = sorted(range(len(problem.units)), key=lambda u: (-self.least_work[u], u))
         self.ways = [_ways(search, u) for u in range(len(problem.units))]
         self.read = {e.reader for e in problem.weights}

@@ -22,7 +22,7 @@ class Pool:
         device: each of them.
         nodes: hosts.
         gpus_per_node: devices of a host.
-        tiers: from the innermost to the outermost, which joins all.
+        tiers: from the innermost to the outermost, which joins all of the pool, and it to other pools.
     """
 
     device: Device
@@ -41,6 +41,11 @@ class Pool:
             if start // tier.size == (stop - 1) // tier.size:
                 return tier
         return self.tiers[-1]
+
+    def with_nodes(self, nodes: int) -> Pool:
+        """The same with another number of nodes."""
+        *inner, outer = self.tiers
+        return replace(self, nodes=nodes, tiers=(*inner, replace(outer, size=nodes * self.gpus_per_node)))
 
 
 @dataclass(frozen=True, init=False)
@@ -182,6 +187,4 @@ def _preset(device: Any, problems: list[str]) -> tuple[Preset, str]:
 def _tiers(preset: Preset, nodes: int, per_node: int, network: float | None) -> tuple[Tier, ...]:
     name, bandwidth, latency = preset.link
     inside = Tier(name, per_node, bandwidth, latency)
-    if nodes == 1:
-        return (inside,)
     return (inside, Tier("network", nodes * per_node, network or preset.network, NETWORK_LATENCY))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.mesh import Mesh
@@ -44,9 +45,9 @@ class Unit:
     weight_bytes: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Option:
-    """One way to run one unit on a mesh of a size, wherever it lies.
+    """One way to run one unit on a mesh of a size, wherever it lies. It is equal to itself alone, which is quick to say.
 
     Args:
         pool: that the mesh is of.
@@ -111,6 +112,29 @@ class Problem:
         """Bytes of a device that a plan may use."""
         return self.cluster.pools[pool].device.memory_bytes * (1 - RESERVE)
 
+    @cached_property
+    def dependencies(self) -> tuple[tuple[int, int, int], ...]:
+        """(u, v, lag): v in iteration i starts when u of iteration i − lag has ended, whatever the meshes are."""
+        edges = [(u, v, 0) for u, v in self.data] + [(u, u, 1) for u in range(len(self.units))]
+        for edge in self.weights:
+            edges.append((edge.writer, edge.reader, 1 + edge.staleness))
+            if edge.staleness == 0:  # nobody changes the weights of version i before all its readers are done
+                edges.append((edge.reader, edge.writer, 0))
+        return tuple(edges)
+
+    @cached_property
+    def followers(self) -> tuple[tuple[int, ...], ...]:
+        """By unit, those that wait for it within an iteration."""
+        return tuple(
+            tuple(sorted({v for u, v, lag in self.dependencies if u == unit and lag == 0}))
+            for unit in range(len(self.units))
+        )
+
+    @cached_property
+    def sources(self) -> dict[int, WeightEdge]:
+        """By unit that reads what another writes, the edge."""
+        return {edge.reader: edge for edge in self.weights}
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -144,47 +168,60 @@ def evaluate(problem: Problem, choices: Sequence[Choice]) -> Cost:
     seconds = tuple(c.option.seconds + m for c, m in zip(choices, moves, strict=True))
     order = _order(problem, seconds)
     edges = waits(problem, [c.mesh for c in choices], order)
-    period, critical, span = cycle_time(seconds, edges, order)
+    period, critical, span = cycle_time(seconds, edges, order, _busiest(choices, seconds, order))
     memory = memory_of(problem, choices)
     over = max((h + t - problem.memory(stretch[0]) for stretch, h, t in memory), default=0.0)
     return Cost(period, seconds, moves, order, critical, span, memory, max(0.0, over))
 
 
+def _busiest(choices: Sequence[Choice], seconds: Sequence[float], order: Sequence[int]) -> tuple[float, list[int], int]:
+    """The units of the device with most work, which take turns: a cycle to begin with."""
+    best: tuple[float, list[int]] = (-1.0, [])
+    for pool, device in {(c.mesh.pool, c.mesh.start) for c in choices}:
+        here = [u for u in order if (m := choices[u].mesh).pool == pool and m.start <= device < m.stop]
+        load = sum([seconds[u] for u in here])
+        if load > best[0] or (load == best[0] and here < best[1]):
+            best = (load, here)
+    return (*best, 1)
+
+
 def waits(problem: Problem, meshes: Sequence[Mesh], order: Sequence[int]) -> list[tuple[int, int, int]]:
     """(u, v, lag): v in iteration i starts when u of iteration i − lag has ended."""
-    edges = [(u, v, 0) for u, v in problem.data]
-    for edge in problem.weights:
-        edges.append((edge.writer, edge.reader, 1 + edge.staleness))
-        if edge.staleness == 0:  # nobody changes the weights of version i before all its readers are done
-            edges.append((edge.reader, edge.writer, 0))
+    edges = list(problem.dependencies)
     for i, u in enumerate(order):
-        edges.append((u, u, 1))
+        pool, start, stop = meshes[u].pool, meshes[u].start, meshes[u].stop
         for v in order[i + 1 :]:
-            if meshes[u].overlaps(meshes[v]):
-                edges += [(u, v, 0), (v, u, 1)]
+            other = meshes[v]
+            if other.start < stop and start < other.stop and other.pool == pool:
+                edges.append((u, v, 0))
+                edges.append((v, u, 1))
     return edges
 
 
 def cycle_time(
-    seconds: Sequence[float], edges: Sequence[tuple[int, int, int]], order: Sequence[int] | None = None
+    seconds: Sequence[float],
+    edges: Sequence[tuple[int, int, int]],
+    order: Sequence[int] | None = None,
+    begin: tuple[float, list[int], int] | None = None,
 ) -> tuple[float, tuple[int, ...], int]:
     """(largest ratio of time to lag over all cycles, the units of one such cycle, its lag).
 
-    Starts from the best cycle that leaves its iteration once, and moves to any cycle with a larger ratio until there is none:
-    each move is to a cycle that longest paths under the ratio so far have found, so it ends (Dasdan, "Experimental analysis
-    of the fastest optimum cycle ratio and mean algorithms", 2004, §3).
+    Starts from a good cycle, and moves to any cycle with a larger ratio until there is none: each move is to a cycle that
+    longest paths under the ratio so far have found, so it ends (Dasdan, "Experimental analysis of the fastest optimum cycle
+    ratio and mean algorithms", 2004, §3).
 
     Args:
         seconds: of each unit.
         edges: (u, v, lag); those without a lag make no cycle, and those with one include (u, u, 1) of every unit.
         order: of the units, that all edges without a lag follow; found where it is not given.
+        begin: (ratio, cycle, lag) of a cycle; by default the best of those that leave their iteration once.
     """
     place = [0] * len(seconds)
     for position, u in enumerate(_topological(len(seconds), edges) if order is None else order):
         place[u] = position
     within = sorted((e for e in edges if e[2] == 0), key=lambda e: place[e[0]])
     across = [e for e in edges if e[2] > 0]
-    ratio, cycle, span = _leaving_once(seconds, within, across)
+    ratio, cycle, span = begin or _leaving_once(seconds, within, across)
     while found := _larger_cycle(seconds, within + across, ratio):
         cycle, span = found
         ratio = sum(seconds[u] for u in cycle) / span
@@ -266,16 +303,15 @@ def _previous(before: Sequence[tuple[int, int] | None], at: int) -> tuple[int, i
 
 def _order(problem: Problem, seconds: Sequence[float]) -> tuple[int, ...]:
     count = len(problem.units)
-    after: list[set[int]] = [set() for _ in range(count)]
-    for u, v in problem.data:
-        after[u].add(v)
-    for edge in problem.weights:
-        if edge.staleness == 0:
-            after[edge.reader].add(edge.writer)
+    after = problem.followers
     tails = [0.0] * count
+    waiting = [0] * count
     for u in reversed(range(count)):
-        tails[u] = seconds[u] + max((tails[v] for v in after[u]), default=0.0)
-    waiting = [sum(u in vs for vs in after) for u in range(count)]
+        longest = 0.0
+        for v in after[u]:
+            waiting[v] += 1
+            longest = max(longest, tails[v])
+        tails[u] = seconds[u] + longest
     ready, order = [u for u in range(count) if not waiting[u]], []
     while ready:
         u = max(ready, key=lambda u: (tails[u], -u))
@@ -298,7 +334,7 @@ def copies(problem: Problem, choices: Sequence[Choice]) -> list[tuple[object, ..
     its copy only while it runs ("regrouped"), and so does one that is offloaded: it is given the weights anew each time, so
     that nothing need go to the host. Anywhere else, and with a staleness above 0, it holds a copy of its own.
     """
-    incoming = {edge.reader: edge for edge in problem.weights}
+    incoming = problem.sources
     keys: list[tuple[object, ...]] = []
     for u, (unit, choice) in enumerate(zip(problem.units, choices, strict=True)):
         layout = choice.option.parallelism.layout
@@ -363,27 +399,28 @@ def transfer_seconds(cluster: Cluster, weight_bytes: float, writer: Choice, read
 
 def memory_of(problem: Problem, choices: Sequence[Choice]) -> tuple[tuple[tuple[int, int, int], float, float], ...]:
     """((pool, start, stop), bytes held, bytes of the greatest transient) of each stretch of devices with the same units."""
-    keys = copies(problem, choices)
+    rows: list[tuple[int, int, int, object, float, float]] = []
+    for choice, key, unit in zip(choices, copies(problem, choices), problem.units, strict=True):
+        mesh, option = choice.mesh, choice.option
+        held, transient = option.held, option.transient
+        if key[0] == "regrouped":
+            held, transient = 0.0, transient + (0.0 if option.offload else option.weights)
+        elif key[0] == "trained" and not unit.trains:
+            held, transient = -1.0, transient - (option.weights if option.offload else 0.0)
+        rows.append((mesh.pool, mesh.start, mesh.stop, key, held, transient))
     stretches: list[tuple[tuple[int, int, int], float, float]] = []
-    for pool in sorted({c.mesh.pool for c in choices}):
-        ends = sorted({e for c in choices if c.mesh.pool == pool for e in (c.mesh.start, c.mesh.stop)})
+    for pool in sorted({row[0] for row in rows}):
+        here = [row for row in rows if row[0] == pool]
+        ends = sorted({row[1] for row in here} | {row[2] for row in here})
         for start, stop in itertools.pairwise(ends):
-            held: dict[object, float] = {}
-            transient = 0.0
-            used = False
-            for choice, key, unit in zip(choices, keys, problem.units, strict=True):
-                mesh, option = choice.mesh, choice.option
-                if mesh.pool != pool or mesh.start > start or mesh.stop < stop:
-                    continue
-                used = True
-                shared = key[0] == "trained" and not unit.trains
-                if key[0] == "regrouped":
-                    transient = max(transient, option.transient + (0.0 if option.offload else option.weights))
-                elif shared:
-                    transient = max(transient, option.transient - (option.weights if option.offload else 0.0))
-                else:
-                    held[key] = option.held
-                    transient = max(transient, option.transient)
+            kept: dict[object, float] = {}
+            most, used = 0.0, False
+            for _, first, last, key, held, transient in here:
+                if first <= start and stop <= last:
+                    used = True
+                    most = max(most, transient)
+                    if held >= 0:  # a reader of the trainer's own copy adds nothing to it
+                        kept[key] = held
             if used:
-                stretches.append(((pool, start, stop), sum(held.values()), transient))
+                stretches.append(((pool, start, stop), sum(kept.values()), most))
     return tuple(stretches)

@@ -120,6 +120,8 @@ class Search:
             moved = False
             for move in self._moves():
                 for changed in move(choices):
+                    if _surely_worse(changed, rank):
+                        continue
                     new = self.rate(changed)
                     if new < rank and _really_less(new, rank):
                         rank, choices, moved = new, changed, True
@@ -227,6 +229,22 @@ def shape_of(choices: Sequence[Choice]) -> str:
     if len(meshes) == 1:
         return "colocated"
     return "mixed" if any(a.overlaps(b) for a, b in itertools.combinations(meshes, 2)) else "split"
+
+
+def _surely_worse(choices: Placement, rank: Rank) -> bool:
+    """Whether a device has more work than the time to beat, where what is to be beaten fits."""
+    if rank[0] > 0:
+        return False
+    for choice in choices:
+        pool, device = choice.mesh.pool, choice.mesh.start
+        load = 0.0
+        for other in choices:
+            mesh = other.mesh
+            if mesh.start <= device < mesh.stop and mesh.pool == pool:
+                load += other.option.seconds
+        if load > rank[1]:
+            return True
+    return False
 
 
 def _really_less(new: Rank, old: Rank) -> bool:

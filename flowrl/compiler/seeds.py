@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from flowrl.compiler.bounds import dependencies
 from flowrl.compiler.mesh import Mesh
 from flowrl.compiler.search import Search
 
@@ -53,7 +52,7 @@ def _stages(search: Search) -> Iterator[Meshes]:
     """Stages by the longest path from the units that wait for nobody in their iteration."""
     problem = search.problem
     depth = [0] * len(problem.units)
-    for u, v, lag in sorted(dependencies(problem)):
+    for u, v, lag in sorted(problem.dependencies):
         if lag == 0:
             depth[v] = max(depth[v], depth[u] + 1)
     for pool, here in enumerate(problem.cluster.pools):
