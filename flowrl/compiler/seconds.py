@@ -99,7 +99,7 @@ def _pass_flops(s: Setting, tokens: Floats, causal: float) -> tuple[Floats, Floa
     ranks together. In training, forward and backward."""
     a, work, grid, shares = s.architecture, s.work, s.grid, s.shares
     length = work.prompt_tokens + work.response_tokens
-    attention = causal * a.attention_flops(tokens, mean_window(a, length))
+    attention = causal * tokens * a.attention_flops(1.0, mean_window(a, length))
     matmul, again = 1.0, np.zeros(len(grid))
     attending, of_head = 1.0, 1.0
     if work.kind == "train":
