@@ -16,6 +16,7 @@ for it are left out, and the bound is closer.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -46,7 +47,8 @@ def lower_bound(problem: Problem, below: float = math.inf) -> float:
         return below
     curves = []
     for u, options in enumerate(problem.options):
-        curve = _curve([(o.seconds, o.size) for o in options if _fits(fastest, edges, u, o.seconds, below)])
+        curve = _curve([(o.seconds, o.size) for o in options])
+        curve = _quick_enough(curve, fastest, edges, u, below)
         if not curve:
             return below
         curves.append(curve)
@@ -74,15 +76,20 @@ def never_together(problem: Problem) -> list[list[bool]]:
     return [[i != j and lags[i][j] + lags[j][i] <= 1 for j in range(count)] for i in range(count)]
 
 
-def _fits(
-    fastest: Sequence[float], edges: Sequence[tuple[int, int, int]], u: int, seconds: float, below: float
-) -> bool:
-    """Whether a unit may take so long in an iteration that takes less than ``below``."""
-    if math.isinf(below):
-        return True
-    times = list(fastest)
-    times[u] = seconds
-    return cycle_time(times, edges)[0] < below
+def _quick_enough(
+    curve: list[tuple[float, int]],
+    fastest: Sequence[float],
+    edges: Sequence[tuple[int, int, int]],
+    u: int,
+    below: float,
+) -> list[tuple[float, int]]:
+    """The points of a unit's curve with which an iteration can take less than ``below``: from some point on, as more devices
+    are faster."""
+
+    def fits(point: tuple[float, int]) -> bool:
+        return cycle_time([point[0] if v == u else t for v, t in enumerate(fastest)], edges)[0] < below
+
+    return curve if math.isinf(below) else curve[bisect.bisect_left(curve, True, key=fits) :]
 
 
 def _curve(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:

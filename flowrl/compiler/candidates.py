@@ -95,14 +95,21 @@ def _meshes(
     rows = work.sequences * work.epochs / work.optimizer_steps if work.kind == "train" else work.sequences
     for tensor in tensor_sizes(a, pool, size, fixed.get("tensor")):
         rest = size // tensor
-        for pipeline in range(1, min(rest, a.num_layers, MAX_PIPELINE) + 1):
+        for pipeline in divisors(rest, min(rest, a.num_layers, MAX_PIPELINE)):
             data = rest // pipeline
-            if rest % pipeline or data > rows or fixed.get("pipeline", pipeline) != pipeline:
+            if data > rows or fixed.get("pipeline", pipeline) != pipeline:
                 continue
             if fixed.get("data", data) == data:
                 yield size, data, tensor, pipeline
 
 
+@functools.cache
+def divisors(number: int, most: int) -> tuple[int, ...]:
+    """Of a whole number, those that are no larger than ``most``."""
+    return tuple(n for n in range(1, most + 1) if number % n == 0)
+
+
+@functools.cache
 def tensor_sizes(a: Architecture, pool: Pool, size: int, fixed: int | None = None) -> list[int]:
     """Numbers of ranks that can share each layer."""
     tried = [fixed] if fixed else range(1, min(size, pool.tiers[0].size) + 1)

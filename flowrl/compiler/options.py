@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flowrl.compiler.memory import Precision
 
 Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
 
 
 def options_of(
@@ -63,36 +64,62 @@ def options_of(
         load = 0.0 if read else (2.0 if work.kind == "train" else 1.0)
         moves = work.kind == "train" or read
         margin = table.weights / here.tiers[0].bandwidth + here.tiers[0].latency if moves else np.zeros(len(seconds))
-        for size in wanted:
-            rows = np.flatnonzero((table.size == size) & fits)
-            for row in rows[_worth(table, seconds, held, transient, margin, rows)]:
-                found += _both(table, int(row), pool, seconds, held, transient, load / here.device.host_bandwidth)
+        all_rows = np.flatnonzero(fits)
+        kept = _worth(table, seconds, held, transient, margin, all_rows)
+        found += _options(table, kept, pool, seconds, held, transient)
+        # The same with nothing held between calls: loading costs time, and all is needed only while it runs.
+        loaded, none, everything = (
+            seconds + held * load / here.device.host_bandwidth,
+            np.zeros_like(held),
+            held + transient,
+        )
+        emptied = _worth(table, loaded, none, everything, margin, kept)
+        found += _options(table, emptied, pool, loaded, none, everything, offload=True)
     return tuple(found)
 
 
-def _worth(
-    table: Table, seconds: Floats, held: Floats, transient: Floats, margin: Floats, rows: NDArray[np.intp]
-) -> NDArray[np.bool_]:
-    """Which of some rows of one size no other one makes pointless; of equal ones the first."""
-    if not len(rows):
-        return np.zeros(0, dtype=bool)
-    t, h, x, m = seconds[rows], held[rows], transient[rows], margin[rows]
-    layout = np.stack([table.data[rows], table.tensor[rows], table.pipeline[rows], table.zero[rows] == 3])
-    alike = (layout[:, :, None] == layout[:, None, :]).all(axis=0)
-    # [a, b]: whether a makes b pointless
-    sooner = t[:, None] + np.where(alike, 0.0, m[:, None]) <= t[None, :]
-    no_worse = sooner & (h[:, None] <= h[None, :]) & (x[:, None] <= x[None, :])
-    equal = no_worse & no_worse.T
-    first = np.arange(len(rows))[:, None] < np.arange(len(rows))[None, :]
-    return ~(no_worse & (~equal | first)).any(axis=0)
+def _worth(table: Table, seconds: Floats, held: Floats, transient: Floats, margin: Floats, rows: Rows) -> Rows:
+    """Those of some rows that no other one of their size makes pointless; of equal ones the first.
+
+    Of every size at once: the fastest row strikes out what it makes pointless, then the fastest of those that are left, and
+    so on.
+    """
+    rows = rows[np.lexsort((rows, seconds[rows], table.size[rows]))]
+    layout = (table.data * 65536 + table.tensor) * 65536 * 2 + table.pipeline * 2 + (table.zero == 3)
+    done: list[Rows] = []
+    nth = 0
+    while len(rows):
+        begins = np.flatnonzero(np.diff(table.size[rows], prepend=-1))
+        counts = np.diff(begins, append=len(rows))
+        group = np.repeat(np.arange(len(begins)), counts)
+        place = np.arange(len(rows)) - begins[group]
+        if nth:  # sizes whose rows have all had their turn are finished
+            finished = counts[group] <= nth
+            done.append(rows[finished])
+            rows, group, place = rows[~finished], group[~finished], place[~finished]
+        if not len(rows):
+            break
+        by = _nth(rows, group, place, nth)
+        late = seconds[by] + np.where(layout[by] == layout[rows], 0.0, margin[by]) <= seconds[rows]
+        pointless = late & (held[by] <= held[rows]) & (transient[by] <= transient[rows]) & (place > nth)
+        rows = rows[~pointless]
+        nth += 1
+    return np.concatenate(done) if done else rows
 
 
-def _both(
-    table: Table, row: int, pool: int, seconds: Floats, held: Floats, transient: Floats, load: float
-) -> list[Option]:
-    """A row as it is, and with nothing held between calls, which costs ``load`` seconds a byte."""
-    parallelism: Parallelism = table.parallelism(row)
-    size, weights = int(table.size[row]), float(table.weights[row])
-    t, h, x = float(seconds[row]), float(held[row]), float(transient[row])
-    kept = Option(pool, size, parallelism, t, h, x, weights)
-    return [kept, Option(pool, size, parallelism, t + h * load, 0.0, x + h, weights, True)]
+def _nth(rows: Rows, group: Rows, place: Rows, nth: int) -> Rows:
+    """For each row, the row of its group that has the place ``nth``."""
+    of_group = np.zeros(group.max() + 1, dtype=rows.dtype)
+    of_group[group[place == nth]] = rows[place == nth]
+    return of_group[group]
+
+
+def _options(
+    table: Table, rows: Rows, pool: int, seconds: Floats, held: Floats, transient: Floats, offload: bool = False
+) -> Iterator[Option]:
+    names = ("data", "tensor", "pipeline", "zero", "checkpointing", "micro_batches")
+    shapes = zip(*(getattr(table, name)[rows].tolist() for name in names), strict=True)
+    numbers = zip(*(c[rows].tolist() for c in (table.size, seconds, held, transient, table.weights)), strict=True)
+    for (data, tensor, pipeline, zero, kept, micro), (size, t, h, x, weights) in zip(shapes, numbers, strict=True):
+        parallelism = Parallelism(data, tensor, pipeline, zero, bool(kept), micro)
+        yield Option(pool, size, parallelism, t, h, x, weights, offload)

@@ -9,7 +9,7 @@ of a timed event graph: Baccelli et al., "Synchronization and Linearity", 1992, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -168,7 +168,7 @@ def evaluate(problem: Problem, choices: Sequence[Choice]) -> Cost:
     seconds = tuple(c.option.seconds + m for c, m in zip(choices, moves, strict=True))
     order = _order(problem, seconds)
     edges = waits(problem, [c.mesh for c in choices], order)
-    period, critical, span = cycle_time(seconds, edges, order, _busiest(choices, seconds, order))
+    period, critical, span = cycle_time(seconds, edges, order, _busiest(choices, seconds, order), set(problem.sources))
     memory = memory_of(problem, choices)
     over = max((h + t - problem.memory(stretch[0]) for stretch, h, t in memory), default=0.0)
     return Cost(period, seconds, moves, order, critical, span, memory, max(0.0, over))
@@ -202,7 +202,8 @@ def cycle_time(
     seconds: Sequence[float],
     edges: Sequence[tuple[int, int, int]],
     order: Sequence[int] | None = None,
-    begin: tuple[float, list[int], int] | None = None,
+    begin: tuple[float, list[int], int] = (-1.0, [], 1),
+    heads: Collection[int] | None = None,
 ) -> tuple[float, tuple[int, ...], int]:
     """(largest ratio of time to lag over all cycles, the units of one such cycle, its lag).
 
@@ -214,14 +215,15 @@ def cycle_time(
         seconds: of each unit.
         edges: (u, v, lag); those without a lag make no cycle, and those with one include (u, u, 1) of every unit.
         order: of the units, that all edges without a lag follow; found where it is not given.
-        begin: (ratio, cycle, lag) of a cycle; by default the best of those that leave their iteration once.
+        begin: (ratio, cycle, lag) of a cycle that is known.
+        heads: units from which better ones to begin with are looked for; by default all.
     """
     place = [0] * len(seconds)
     for position, u in enumerate(_topological(len(seconds), edges) if order is None else order):
         place[u] = position
     within = sorted((e for e in edges if e[2] == 0), key=lambda e: place[e[0]])
     across = [e for e in edges if e[2] > 0]
-    ratio, cycle, span = begin or _leaving_once(seconds, within, across)
+    ratio, cycle, span = max(begin, _leaving_once(seconds, within, across, heads), key=lambda found: found[0])
     while found := _larger_cycle(seconds, within + across, ratio):
         cycle, span = found
         ratio = sum(seconds[u] for u in cycle) / span
@@ -238,13 +240,16 @@ def _topological(count: int, edges: Sequence[tuple[int, int, int]]) -> list[int]
 
 
 def _leaving_once(
-    seconds: Sequence[float], within: Sequence[tuple[int, int, int]], across: Sequence[tuple[int, int, int]]
+    seconds: Sequence[float],
+    within: Sequence[tuple[int, int, int]],
+    across: Sequence[tuple[int, int, int]],
+    heads: Collection[int] | None,
 ) -> tuple[float, list[int], int]:
-    """The best of the cycles with one edge that has a lag."""
+    """The best of the cycles with one edge that has a lag, where one begins at a head."""
     best: tuple[float, int, int, int] = (-1.0, 0, 0, 1)
     nowhere = float("-inf")
     ways: dict[int, list[int]] = {}
-    for head in {v for _, v, _ in across}:
+    for head in sorted({v for _, v, _ in across} if heads is None else heads):
         ends = [nowhere] * len(seconds)
         before = [-1] * len(seconds)
         ends[head] = seconds[head]
@@ -256,6 +261,8 @@ def _leaving_once(
             if v == head and ends[tail] / lag > best[0]:
                 best = (ends[tail] / lag, head, tail, lag)
     ratio, head, at, lag = best
+    if ratio < 0:
+        return ratio, [], 1
     cycle = [at]
     while at != head:
         at = ways[head][at]

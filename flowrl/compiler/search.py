@@ -12,10 +12,12 @@ from functools import partial
 
 from flowrl.compiler.bounds import never_together
 from flowrl.compiler.mesh import Mesh
-from flowrl.compiler.problem import Choice, Cost, Option, Problem, evaluate
+from flowrl.compiler.problem import Choice, Cost, Option, Problem, copies, evaluate, memory_of
 
 #: Ways to run a unit on a mesh that are tried in the improvement: the fastest, and the leanest.
 TRIED = 4
+#: Changes that make a placement leaner, at most.
+LEAN_STEPS = 40
 #: Where a mesh of two units is cut, as shares of it.
 CUTS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 
@@ -40,6 +42,9 @@ class Search:
         self.exclusive = never_together(problem)
         self.by_size: list[dict[tuple[int, int], tuple[Option, ...]]] = [_by_size(o) for o in problem.options]
         self.pinned = dict(problem.pinned)
+        self._ladders: dict[tuple[int, int, int], list[Option]] = {}
+        self._shortlists: dict[tuple[int, int, int], tuple[Option, ...]] = {}
+        self.least_work = [min(o.seconds * o.size for o in options) for options in problem.options]
         self._rated: dict[Placement, tuple[Rank, Cost]] = {}
 
     # -- rating ----------------------------------------------------------------------------------------------------------
@@ -89,26 +94,70 @@ class Search:
         return self.lean(tuple(Choice(mesh, options[0]) for mesh, options in zip(meshes, ways, strict=True)))
 
     def lean(self, choices: Placement) -> Placement:
-        """Other ways on the same meshes, as long as devices have too few bytes: each time the change that frees most for
-        the seconds it costs."""
-        rank = self.rate(choices)
-        while rank[0] > 0 and not self.spent:
-            found: tuple[float, Rank, Placement] | None = None
-            for u, choice in enumerate(choices):
-                for option in self.options(u, choice.mesh):
-                    if option.held + option.transient >= choice.option.held + choice.option.transient:
-                        continue
-                    changed = (*choices[:u], Choice(choice.mesh, option), *choices[u + 1 :])
-                    new = self.rate(changed)
-                    if new[0] < rank[0]:
-                        price = max(new[1] - rank[1], 0.0) + 1e-3 * max(new[2] - rank[2], 0.0) + 1e-9
-                        gain = (rank[0] - new[0]) / price
-                        if found is None or gain > found[0]:
-                            found = (gain, new, changed)
-            if found is None:
-                return choices
-            _, rank, choices = found
+        """Other ways on the same meshes, as long as a device has too few bytes: each time the change on the fullest device
+        that frees most for the seconds that it costs. What others share with whoever changes is only seen at the end."""
+        for _ in range(LEAN_STEPS):
+            stretches = memory_of(self.problem, choices)
+            (pool, start, stop), held, transient = max(
+                stretches, key=lambda s: s[1] + s[2] - self.problem.memory(s[0][0])
+            )
+            over = held + transient - self.problem.memory(pool)
+            if over <= 0:
+                break
+            changed = self._leaner(choices, (pool, start, stop), over)
+            if changed is None:
+                break
+            choices = changed
+        self.rate(choices)
         return choices
+
+    def _leaner(self, choices: Placement, stretch: tuple[int, int, int], over: float) -> Placement | None:
+        pool, start, stop = stretch
+        kinds = [key[0] for key in copies(self.problem, choices)]
+        here = [
+            u for u, c in enumerate(choices) if c.mesh.pool == pool and c.mesh.start <= start and stop <= c.mesh.stop
+        ]
+        needs = {u: self._needs(u, kinds[u], choices[u].option) for u in here}
+        best: tuple[float, int, Option] | None = None
+        for u in here:
+            held, transient = needs[u]
+            others = max((needs[v][1] for v in here if v != u), default=0.0)
+            for option in self.ladder(u, choices[u].mesh):
+                new_held, new_transient = self._needs(u, kinds[u], option)
+                freed = held - new_held + max(others, transient) - max(others, new_transient)
+                # Below another's transient it frees nothing yet, but once that one has shrunk as well.
+                freed += 1e-3 * max(0.0, transient - new_transient)
+                if freed <= 1e-6 * over:
+                    continue
+                price = max(option.seconds - choices[u].option.seconds, 1e-9)
+                gain = min(freed, over) / price
+                if best is None or gain > best[0]:
+                    best = (gain, u, option)
+        if best is None:
+            return None
+        _, u, option = best
+        return (*choices[:u], Choice(choices[u].mesh, option), *choices[u + 1 :])
+
+    def _needs(self, u: int, kind: object, option: Option) -> tuple[float, float]:
+        """(bytes held, bytes while it runs) of a unit whose copy of the weights is of a kind."""
+        if kind == "held" or self.problem.units[u].trains:
+            return option.held, option.transient
+        own = option.weights if kind == "regrouped" else 0.0
+        return 0.0, option.transient + own - (option.weights if option.offload else 0.0)
+
+    def ladder(self, u: int, mesh: Mesh) -> list[Option]:
+        """Ways on a mesh, each slower than the last and leaner than all before, in what it holds or in all that it needs."""
+        key = (u, mesh.pool, mesh.size)
+        if key not in self._ladders:
+            steps: list[Option] = []
+            least_held = least_all = math.inf
+            for option in self.options(u, mesh):
+                everything = option.held + option.transient
+                if option.held < least_held or everything < least_all:
+                    steps.append(option)
+                    least_held, least_all = min(least_held, option.held), min(least_all, everything)
+            self._ladders[key] = steps
+        return self._ladders[key]
 
     # -- improvement -------------------------------------------------------------------------------------------------------
 
@@ -162,12 +211,15 @@ class Search:
                     if end - size >= 0:
                         yield Mesh(pool, end - size, size)
 
-    def _tried(self, u: int, mesh: Mesh) -> list[Option]:
+    def _tried(self, u: int, mesh: Mesh) -> tuple[Option, ...]:
         options = self.options(u, mesh)
         if len(options) <= TRIED:
-            return list(options)
-        leanest = min(options, key=lambda o: (o.held + o.transient, o.seconds))
-        return list(dict.fromkeys([*options[: TRIED - 1], leanest]))
+            return options
+        key = (u, mesh.pool, mesh.size)
+        if key not in self._shortlists:
+            leanest = min(options, key=lambda o: (o.held + o.transient, o.seconds))
+            self._shortlists[key] = tuple(dict.fromkeys([*options[: TRIED - 1], leanest]))
+        return self._shortlists[key]
 
     def _boundaries(self, choices: Placement) -> list[Placement]:
         """All meshes that begin or end at one place, moved there by some nodes."""
@@ -235,14 +287,14 @@ def _surely_worse(choices: Placement, rank: Rank) -> bool:
     """Whether a device has more work than the time to beat, where what is to be beaten fits."""
     if rank[0] > 0:
         return False
-    for choice in choices:
-        pool, device = choice.mesh.pool, choice.mesh.start
+    spans = [(c.mesh.pool, c.mesh.start, c.mesh.start + c.mesh.size, c.option.seconds) for c in choices]
+    limit = rank[1]
+    for pool, device, _, _seconds in spans:
         load = 0.0
-        for other in choices:
-            mesh = other.mesh
-            if mesh.start <= device < mesh.stop and mesh.pool == pool:
-                load += other.option.seconds
-        if load > rank[1]:
+        for other, start, stop, more in spans:
+            if start <= device < stop and other == pool:
+                load += more
+        if load > limit:
             return True
     return False
 

@@ -32,11 +32,6 @@ def seeds(search: Search) -> Iterator[Meshes]:
             yield placed
 
 
-def work_of(search: Search, u: int) -> float:
-    """Device-seconds of a unit where it is most efficient."""
-    return min(o.seconds * o.size for o in search.problem.options[u])
-
-
 def _colocated(search: Search) -> Iterator[Meshes]:
     """All devices of a pool, or the largest size that every unit can use, and a half, a quarter, … of it."""
     problem = search.problem
@@ -59,7 +54,7 @@ def _stages(search: Search) -> Iterator[Meshes]:
         meshes: list[Mesh] = [Mesh(pool, 0, here.size)] * len(problem.units)
         for level in sorted(set(depth)):
             units = [u for u in range(len(depth)) if depth[u] == level]
-            for u, mesh in zip(units, _side_by_side(search, pool, [work_of(search, u) for u in units]), strict=True):
+            for u, mesh in zip(units, _side_by_side(search, pool, [search.least_work[u] for u in units]), strict=True):
                 meshes[u] = mesh
         yield tuple(meshes)
 
@@ -86,7 +81,7 @@ def _split(search: Search) -> Iterator[Meshes]:
         home = {name: k for k, group in enumerate(sets) for name in group}
         work = [0.0] * len(sets)
         for u, unit in enumerate(units):
-            work[home[unit.weights]] += work_of(search, u)
+            work[home[unit.weights]] += search.least_work[u]
         for pool in range(len(search.problem.cluster.pools)):
             meshes = _side_by_side(search, pool, work)
             yield tuple(meshes[home[unit.weights]] for unit in units)
