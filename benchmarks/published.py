@@ -7,6 +7,7 @@ updates: which placement is fastest (§8.3), and which tensor parallelism genera
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.baselines.hybridflow import best_of_placement
@@ -37,10 +38,10 @@ class Ordering:
         return min(found, key=lambda name: found[name])
 
 
-def ordering(size: str, gpus: int) -> Ordering:
-    """How the placements of PPO compare."""
+def ordering(size: str, gpus: int, names: Sequence[str] = tuple(PLACEMENTS)) -> Ordering:
+    """How placements of PPO compare."""
     problem = ppo_problem(size, gpus // 8)
-    costs = {name: best_of_placement(problem, sets) for name, sets in PLACEMENTS.items()}
+    costs = {name: best_of_placement(problem, PLACEMENTS[name]) for name in names}
     return Ordering(size, gpus, tuple((name, cost and cost.period) for name, cost in costs.items()))
 
 
