@@ -6,7 +6,7 @@ All times are estimates, from data sheets: nothing here has been measured on suc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrl.compiler.architecture import Architecture, known_architecture
@@ -100,17 +100,23 @@ class Case:
     models: tuple[tuple[str, str], ...]
     workload: Workload = Workload()
 
-    def problem(self) -> Problem:
-        """The placement problem; all its times are estimates. Nothing of it is kept: building it is part of planning."""
+    def problem(self, fixed: Mapping[str, Mapping[str, int]] | None = None) -> Problem:
+        """The placement problem; all its times are estimates. Nothing of it is kept: building it is part of planning.
+
+        Args:
+            fixed: by label of a unit, what of its parallelism is fixed: {"train actor": {"tensor": 8}}.
+        """
         known = {model: known_architecture(name) for model, name in self.models}
         index = {role.label: u for u, role in enumerate(self.roles)}
         writers = {role.model: u for u, role in enumerate(self.roles) if role.kind == "train"}
         estimator = Estimator(self.cluster)
 
         @functools.cache
-        def options(architecture: Architecture, work: Work, trained: bool, read: bool) -> tuple[Option, ...]:
+        def options(
+            architecture: Architecture, work: Work, trained: bool, read: bool, pins: tuple[tuple[str, int], ...]
+        ) -> tuple[Option, ...]:
             precision = Precision.mixed() if trained else Precision.served()
-            return options_of(estimator, architecture, work, precision, read=read)
+            return options_of(estimator, architecture, work, precision, read=read, fixed=dict(pins))
 
         units, ways = [], []
         for role in self.roles:
@@ -118,7 +124,8 @@ class Case:
             trains = role.kind == "train"
             size = 2.0 * architecture.num_parameters(work.head)  # bfloat16
             units.append(Unit(role.label, role.label, role.model, role.model, work, trains, size))
-            ways.append(options(architecture, work, trains, role.model in writers and not trains))
+            pins = tuple((fixed or {}).get(role.label, {}).items())
+            ways.append(options(architecture, work, trains, role.model in writers and not trains, pins))
         return Problem(
             cluster=self.cluster,
             units=tuple(units),

@@ -9,8 +9,8 @@ number of devices.
 
 Where the paper leaves a choice: the Models of a set share the memory of its devices, so that of a set that does not fit the
 unit that gives back most bytes for its seconds takes a leaner way, until it fits. The paper compares placements by its own
-sum of stages; here the best allocation of every placement is rated by the compiler's cost as well, and the best of them counts,
-which can only help it.
+sum of stages; here the best allocations of every placement by that sum are rated by the compiler's cost as well, and the best of
+these counts, which can only help it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,25 @@ from numpy.typing import NDArray
 
 from benchmarks.baselines.outcome import Outcome
 from flowrl.compiler.mesh import Mesh
-from flowrl.compiler.problem import Choice, Cost, Option, Problem, WeightEdge, evaluate
+from flowrl.compiler.problem import Choice, Cost, Option, Problem, WeightEdge, evaluate, transfer_seconds
 
 STAGES = ("generate", "score", "train")
 #: Allocations of one placement, beyond which it is not tried: an array of them must fit into memory.
 MOST_ALLOCATIONS = 20_000_000
 
+#: Allocations of a placement, those with the least sums of stages, that the compiler's cost rates.
+RATED = 32
+#: Ways of one unit on a number of devices that are tried where the fastest ones of a set do not fit.
+TRIED = 24
+
 #: Of one set on a number of devices: an option of each of its units, and seconds by stage.
 Ways = tuple[tuple[Option, ...], NDArray[np.float64]]
+
+
+def best_of_placement(problem: Problem, placement: Sequence[tuple[str, ...]]) -> Cost | None:
+    """What the best allocation of one placement costs: sets of Models, each on devices of its own. None where none fits."""
+    found = _Mapping(problem).best_allocation(placement)
+    return None if found is None else found[1]
 
 
 def hybridflow(problem: Problem) -> Outcome:
@@ -49,12 +60,8 @@ def hybridflow(problem: Problem) -> Outcome:
     best: tuple[tuple[Choice, ...], Cost] | None = None
     for placement in set_partitions(sorted({unit.weights for unit in problem.units})):
         found = mapping.best_allocation(placement)
-        if found is None:
-            continue
-        cost = evaluate(problem, found)
-        mapping.evaluations += 1
-        if cost.overfull == 0 and (best is None or cost.period < best[1].period):
-            best = found, cost
+        if found is not None and (best is None or found[1].period < best[1].period):
+            best = found
     choices, cost = best or (None, None)
     return Outcome(choices, cost, mapping.evaluations, time.perf_counter() - started, mapping.finished)
 
@@ -82,8 +89,8 @@ class _Mapping:
         self.finished = True
         self._tables: dict[tuple[str, ...], dict[int, Ways]] = {}
 
-    def best_allocation(self, placement: Sequence[tuple[str, ...]]) -> tuple[Choice, ...] | None:
-        """The allocation of all devices to the sets with the least sum of stages; None where none fits."""
+    def best_allocation(self, placement: Sequence[tuple[str, ...]]) -> tuple[tuple[Choice, ...], Cost] | None:
+        """Of the allocations of all devices to the sets with the least sums of stages the best; None where none fits."""
         tables = [self._table(tuple(sorted(group))) for group in placement]
         if not all(tables):
             return None
@@ -97,11 +104,16 @@ class _Mapping:
             np.maximum(stages, latency[np.searchsorted(sizes, allocations[:, i])], out=stages)
         totals = stages.sum(axis=1)
         self.evaluations += len(totals)
-        for best in np.argsort(totals, kind="stable")[:64]:  # the first that can lie side by side
-            meshes = self._side_by_side([int(n) for n in allocations[best]])
+        best: tuple[tuple[Choice, ...], Cost] | None = None
+        for row in np.argsort(totals, kind="stable")[:RATED]:
+            meshes = self._side_by_side([int(n) for n in allocations[row]])
             if meshes is not None:
-                return self._choices(placement, meshes)
-        return None
+                choices = self._choices(placement, meshes)
+                cost = evaluate(self.problem, choices)
+                self.evaluations += 1
+                if cost.overfull == 0 and (best is None or cost.period < best[1].period):
+                    best = choices, cost
+        return best
 
     def _allocations(self, sizes: Sequence[Sequence[int]]) -> NDArray[np.int64]:
         """(allocations, sets): devices of each set, which are all devices together."""
@@ -152,6 +164,7 @@ class _Mapping:
         """The fastest way of every unit of a set on ``size`` devices, leaner until memory suffices."""
         mesh = Mesh(0, 0, size)
         options = [ways[size][0] for ways in by_size]
+        options = self._readers(part, mesh, options)
         cost = self._rate(part, mesh, options)
         while cost.overfull > 0:
             best: tuple[float, list[Option], Cost] | None = None
@@ -166,10 +179,34 @@ class _Mapping:
             if best is None:
                 return None
             _, options, cost = best
+        changed = self._readers(part, mesh, options)
+        again = self._rate(part, mesh, changed)
+        if again.overfull == 0 and sum(again.seconds) < sum(cost.seconds):
+            options, cost = changed, again
         stages = np.zeros(len(STAGES))
         for unit, seconds in zip(part.units, cost.seconds, strict=True):
             stages[STAGES.index(unit.work.kind)] += seconds
         return tuple(options), stages
+
+    def _readers(self, part: Problem, mesh: Mesh, options: Sequence[Option]) -> list[Option]:
+        """The same with those who read what a unit of the set trains as fast as they can be, weights brought into their
+        layout included; the paper, too, chooses training first and generation for it."""
+        chosen = list(options)
+        for edge in part.weights:
+            writer = Choice(mesh, chosen[edge.writer])
+            size = part.units[edge.reader].weight_bytes
+
+            def seconds(
+                option: Option, writer: Choice = writer, size: float = size, late: int = edge.staleness
+            ) -> float:
+                same = option.parallelism.layout == writer.option.parallelism.layout and not writer.option.offload
+                if same and not late:
+                    return option.seconds
+                return option.seconds + transfer_seconds(part.cluster, size, writer, Choice(mesh, option))
+
+            ways = [o for o in part.options[edge.reader] if o.size == mesh.size]
+            chosen[edge.reader] = min(ways, key=seconds)
+        return chosen
 
     def _rate(self, part: Problem, mesh: Mesh, options: Sequence[Option]) -> Cost:
         self.evaluations += 1
@@ -193,15 +230,24 @@ def _part(problem: Problem, units: Sequence[int]) -> Problem:
 
 
 def _by_size(options: Sequence[Option]) -> dict[int, list[Option]]:
-    """By size, options of which no other needs fewer seconds and fewer bytes; the fastest first."""
+    """By size, options of which no other needs fewer seconds and fewer bytes, the fastest first; of many some all along."""
     found: dict[int, list[Option]] = {}
     for size, group in itertools.groupby(sorted(options, key=lambda o: (o.size, o.seconds)), key=lambda o: o.size):
         kept: list[Option] = []
         for option in group:
             if not any(o.held <= option.held and o.transient <= option.transient for o in kept):
                 kept.append(option)
-        found[size] = kept
+        found[size] = _some(kept)
     return found
+
+
+def _some(options: list[Option]) -> list[Option]:
+    """At most ``TRIED``: the fastest, the leanest, and others at equal distances between them."""
+    if len(options) <= TRIED:
+        return options
+    leaner = sorted(options[1:], key=lambda o: o.held + o.transient)
+    chosen = [leaner[i * (len(leaner) - 1) // (TRIED - 2)] for i in range(TRIED - 1)]
+    return [options[0], *sorted(dict.fromkeys(chosen), key=lambda o: o.seconds)]
 
 
 def _leaner(options: Sequence[Option], than: Option) -> list[Option]:
