@@ -275,6 +275,10 @@ def strategies_of(models: Sequence[BaseModel], cluster: Cluster, given: Any, def
         model, own = known[name], base_of(known[name])
         on, products = own.device or cluster.device, own.autocast or own.dtype
         problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices, device=on, dtype=products)]
+        if is_whole(strategy.pipeline_parallel, 2):
+            problems.append(
+                f"{name}: pipeline_parallel is {strategy.pipeline_parallel}; expected 1: the {own.engine} engine has no stages"
+            )
         if not list(strategy.problems()):
             of_adapter = strategy_problems(own.lora, own.quantization, strategy, cluster.num_devices)
             problems += [f"{name}: {text}" for text in of_adapter]

@@ -68,6 +68,8 @@ def options_of(
         all_rows = np.flatnonzero(fits)
         kept = _worth(table, seconds, held, transient, margin, all_rows)
         found += _options(table, kept, pool, seconds, held, transient)
+        if here.device.kind == "cpu":  # whose memory is the host's
+            continue
         # The same with nothing held between calls: loading costs time, and all is needed only while it runs.
         loaded, none, everything = (
             seconds + held * load / here.device.host_bandwidth,

@@ -166,6 +166,25 @@ class Plan:
         models = [(m.name, m.kind, m.writer) for m in self.models]
         return hashlib.sha256(json.dumps([parts, models]).encode()).hexdigest()[:16]
 
+    def not_everywhere(self) -> list[str]:
+        """Why this plan cannot be run by ranks that all run every call, a sentence each; empty where it can."""
+        if self.mapping is None:
+            return []
+        found = []
+        meshes = self.mapping.meshes
+        if len(meshes) > 1 or meshes[0].size != self.num_devices:
+            found.append(f"its calls run on {len(meshes)} meshes, not all on all {self.num_devices} devices")
+        staged = sorted({u.model for u in self.mapping.units if u.parallelism.pipeline > 1})
+        if staged:
+            found.append(f"{', '.join(staged)} is cut into pipeline stages")
+        layouts: dict[str, set[int]] = {}
+        for unit in self.mapping.units:
+            layouts.setdefault(unit.model, set()).add(unit.parallelism.tensor)
+        several = sorted(name for name, found_here in layouts.items() if len(found_here) > 1)
+        if several:
+            found.append(f"{', '.join(several)} changes its layout between calls")
+        return found
+
     def explain(self) -> str:
         """The plan in words: what runs in which order, what reads which weights, what was left out and why."""
         many = self.num_devices > 1
