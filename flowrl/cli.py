@@ -16,7 +16,7 @@ import typer
 
 from flowrl.compiler.strategy import Strategy
 from flowrl.errors import FlowError, nearest
-from flowrl.recipe_flags import experiment_of, interruptible, parameters_of, with_recipe_flags
+from flowrl.recipe_flags import SIGNAL_BASE, experiment_of, interruptible, parameters_of, tells, with_recipe_flags
 
 if TYPE_CHECKING:
     from flowrl.run import RunResult
@@ -34,8 +34,6 @@ app = typer.Typer(
 
 #: How the command ends. An error that a user can cause is ERROR and one message, a mistake on the command line USAGE.
 ERROR, USAGE, TIME_LIMIT = 1, 2, 124
-#: 130 after Ctrl-C, 143 after SIGTERM, as shells count them.
-SIGNAL_BASE = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,7 +56,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return int(app(args=list(arguments), prog_name="flowrl", standalone_mode=False) or 0)
     except FlowError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        if _tells(error):
+        if tells(error):
             print(f"error: {error}{notes}", file=sys.stderr)
         return ERROR
     except UsageError as error:
@@ -66,19 +64,10 @@ def run_command(arguments: Sequence[str]) -> int:
             print(error.format_message())
             return USAGE
         where = f" (`{error.ctx.command_path} --help` lists what there is)" if error.ctx is not None else ""
-        if not _tells(error):
+        if not tells(error):
             return USAGE
         print(f"error: {_usage_message(error)}{where}", file=sys.stderr)
         return USAGE
-
-
-def _tells(error: BaseException) -> bool:
-    """Whether this process is the one of several ranks that says so."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return True
-    from flowrl.runtime.ranks import tells
-
-    return tells(error)
 
 
 def _usage_message(error: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import signal
 import sys
 import typing
@@ -15,6 +16,18 @@ import typer
 
 from flowrl.errors import FlowError
 
+#: 130 after Ctrl-C, 143 after SIGTERM, as shells count them.
+SIGNAL_BASE = 128
+
+
+def tells(error: BaseException) -> bool:
+    """Whether this process is the one of several ranks that says so."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    from flowrl.runtime import ranks
+
+    return ranks.tells(error)
+
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
@@ -22,7 +35,7 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        if _tells(error):
+        if tells(error):
             print("Ended at once. What the last checkpoint holds is whole.", file=sys.stderr)
         raise typer.Exit(SIGNAL_BASE + getattr(error, "signal_number", signal.SIGINT)) from None
 

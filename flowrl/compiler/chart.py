@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowrl.compiler.estimate import Estimate
+from flowrl.compiler.generation_layout import target_layout, volume
+from flowrl.compiler.layout import Layout
 from flowrl.compiler.mapper import Mapped, held_as
 from flowrl.compiler.mapping import (
     Alternative,
@@ -18,8 +20,15 @@ from flowrl.compiler.mapping import (
 )
 from flowrl.compiler.mesh import Mesh
 from flowrl.compiler.problem import Choice, copies
+from flowrl.compiler.resharding import plan_transfers
 from flowrl.compiler.schedule import simulate
+from flowrl.compiler.transfers import ReshardPlan
+from flowrl.compiler.weights import Weights
 
+#: Devices of both meshes up to which each transfer of weights is listed and counted.
+LISTED_DEVICES = 64
+#: Memory that moving weights may take beside both layouts.
+BUCKET_BYTES = 2**30
 #: Of a shape, in words.
 SHAPES = {
     "colocated": "all calls on the same devices",
@@ -120,23 +129,59 @@ def _moves(mapped: Mapped) -> tuple[PlannedMove, ...]:
 
 
 def planned_move(mapped: Mapped, writer: int, reader: int) -> PlannedMove:
-    """How the weights of one unit reach another."""
+    """How the weights of one unit reach another: counted from the transfers themselves where devices are few, else by the
+    closed form that the search used."""
     problem, choices = mapped.problem, mapped.placed.choices
     source, target = choices[writer], choices[reader]
-    pool = mapped.request.cluster.pools[target.mesh.pool]
-    share = problem.units[reader].weight_bytes / (target.option.parallelism.tensor * target.option.parallelism.pipeline)
+    transfers = _transfers(mapped, writer, reader)
+    if transfers is not None:
+        received = max(transfers.bytes_received.values(), default=0)
+        total, sent = transfers.total_bytes, max(transfers.bytes_sent.values(), default=0)
+        extra, messages = transfers.peak_extra_bytes, transfers.num_messages
+        tier = list(transfers.bytes_by_tier)[-1] if transfers.bytes_by_tier else ""
+    else:
+        received = volume(
+            problem.units[reader].weight_bytes,
+            source.option.parallelism,
+            target.option.parallelism,
+            same_mesh=source.mesh == target.mesh,
+        )
+        total, extra, messages = received * target.mesh.size, min(received, BUCKET_BYTES), 0
+        sent = total / source.mesh.size
+        tier = _tier(mapped, source.mesh, target.mesh) if received else ""
     return PlannedMove(
         model=problem.units[reader].weights,
         writer=problem.units[writer].label,
         reader=problem.units[reader].label,
-        total_bytes=share * target.mesh.size,
-        bytes_received=share,
-        bytes_sent=problem.units[reader].weight_bytes / source.mesh.size,
-        peak_extra_bytes=0.0,
-        transfers=0,
-        tier=pool.tier(target.mesh.start, target.mesh.stop).name,
+        total_bytes=float(total),
+        bytes_received=float(received),
+        bytes_sent=float(sent),
+        peak_extra_bytes=float(extra),
+        transfers=messages,
+        tier=tier,
         seconds=mapped.placed.cost.moves[reader],
     )
+
+
+def _transfers(mapped: Mapped, writer: int, reader: int) -> ReshardPlan | None:
+    """The transfers between the layouts of two units; None where there are too many devices to list them all."""
+    source, target = mapped.placed.choices[writer], mapped.placed.choices[reader]
+    if source.mesh.size + target.mesh.size > LISTED_DEVICES:
+        return None
+    unit = mapped.flow_units.units[writer]
+    architecture, precision = held_as(unit.model)
+    weights = Weights.of(architecture, head=unit.work.head, dtype_bytes=max(1, round(precision.weights)))
+    lies = Layout(source.mesh, source.option.parallelism)
+    shall = target_layout(lies, target.mesh, target.option.parallelism, num_layers=architecture.num_layers)
+    return plan_transfers(weights, lies, shall, mapped.request.cluster, BUCKET_BYTES)
+
+
+def _tier(mapped: Mapped, source: Mesh, target: Mesh) -> str:
+    """The innermost tier that joins two meshes."""
+    pool = mapped.request.cluster.pools[target.pool]
+    if source.pool != target.pool:
+        return "between pools"
+    return pool.tier(min(source.start, target.start), max(source.stop, target.stop)).name
 
 
 def _stretches(mapped: Mapped) -> tuple[Stretch, ...]:

@@ -172,7 +172,7 @@ class Plan:
             return []
         found = []
         meshes = self.mapping.meshes
-        if len(meshes) > 1 or meshes[0].size != self.num_devices:
+        if any(mesh.size != self.num_devices for mesh in meshes):
             found.append(f"its calls run on {len(meshes)} meshes, not all on all {self.num_devices} devices")
         staged = sorted({u.model for u in self.mapping.units if u.parallelism.pipeline > 1})
         if staged:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from flowrl.compiler.cluster import Cluster
+from flowrl.compiler.generation_layout import volume
 from flowrl.compiler.mesh import Mesh
 from flowrl.compiler.parallelism import Parallelism
 from flowrl.compiler.work import Work
@@ -387,21 +388,21 @@ def transfer_seconds(cluster: Cluster, weight_bytes: float, writer: Choice, read
     """
     pool = cluster.pools[reader.mesh.pool]
     old, new = writer.option.parallelism, reader.option.parallelism
-    share = weight_bytes / (new.tensor * new.pipeline * (new.data if new.zero == 3 else 1))
     fetched = 0.0  # from the host's memory, where the trainer is offloaded
     if writer.option.offload:
         fetched = writer.option.weights / cluster.pools[writer.mesh.pool].device.host_bandwidth
-    if writer.mesh == reader.mesh:
+    same = writer.mesh == reader.mesh
+    received = volume(weight_bytes, old, new, same_mesh=same)
+    if same:
         ranks = old.tensor * old.pipeline * (old.data if old.zero == 3 else 1)
-        held = weight_bytes / ranks
         near = pool.tier(reader.mesh.start, reader.mesh.start + min(reader.mesh.size, max(ranks, new.tensor)))
-        return fetched + max(0.0, share - held) / near.bandwidth + near.latency
+        return fetched + (received / near.bandwidth + near.latency if received else 0.0)
     if writer.mesh.pool == reader.mesh.pool:
         start = min(writer.mesh.start, reader.mesh.start)
         far = pool.tier(start, max(writer.mesh.stop, reader.mesh.stop))
     else:
         far = min((cluster.pools[m.pool].tiers[-1] for m in (writer.mesh, reader.mesh)), key=lambda t: t.bandwidth)
-    return fetched + share / far.bandwidth + weight_bytes / (writer.mesh.size * far.bandwidth) + far.latency
+    return fetched + received / far.bandwidth + weight_bytes / (writer.mesh.size * far.bandwidth) + far.latency
 
 
 def memory_of(problem: Problem, choices: Sequence[Choice]) -> tuple[tuple[tuple[int, int, int], float, float], ...]:
