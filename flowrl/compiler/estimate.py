@@ -211,5 +211,6 @@ class Estimator:
         setting = Setting(architecture, work, precision, where, rates, start, grid, shares)
         times = time_columns(setting)
         seconds = times["compute"] + times["memory"] + times["link"] + times["bubble"]
-        shape = {name: getattr(grid, name) for name in _SHAPE}
-        return Table(**shape, seconds=seconds, **times, **memory_columns(architecture, work, precision, grid, shares))
+        columns: dict[str, Any] = {name: getattr(grid, name) for name in _SHAPE}
+        columns |= times | memory_columns(architecture, work, precision, grid, shares)
+        return Table(**columns, seconds=seconds)
