@@ -9,8 +9,8 @@ from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.rates import LINK_SHARE, MATMUL_SHARE, MEMORY_SHARE, Rates, Ring
 
 
-def ring(cluster: Cluster, stride: int, ranks: int, share: float = 1.0) -> Ring:
-    return Ring.of(cluster.pools[0], 0, np.array([stride]), np.array([ranks]), share)
+def ring(cluster: Cluster, stride: int, ranks: int) -> Ring:
+    return Ring.of(cluster.pools[0], 0, np.array([stride]), np.array([ranks]))
 
 
 def simulated_all_reduce(pool_bandwidths: list[float], size: float, latency: float) -> float:
@@ -24,7 +24,7 @@ def test_a_ring_is_what_its_steps_take(ranks: int) -> None:
     cluster = Cluster("A100-80G")
     tier = cluster.pools[0].tiers[0]
     found = ring(cluster, 1, ranks).all_reduce(1e9)
-    assert found[0] == pytest.approx(simulated_all_reduce([tier.bandwidth] * ranks, 1e9, tier.latency))
+    assert found[0] == pytest.approx(simulated_all_reduce([LINK_SHARE * tier.bandwidth] * ranks, 1e9, tier.latency))
     assert ring(cluster, 1, ranks).gather(1e9)[0] == pytest.approx(found[0] / 2)
 
 
@@ -36,13 +36,13 @@ def test_ranks_of_a_host_share_its_way_out() -> None:
     """A ring of all 16 devices leaves a host by one of 8 rings each; one of two devices, eight apart, has its own way alone."""
     cluster = Cluster("A100-80G", nodes=2, network_bandwidth=10e9)
     inner, outer = cluster.pools[0].tiers
-    assert ring(cluster, 8, 2).bandwidth[0] == outer.bandwidth
-    assert ring(cluster, 1, 16).bandwidth[0] == 8 * outer.bandwidth
-    assert ring(cluster, 4, 4).bandwidth[0] == 2 * outer.bandwidth
-    assert ring(cluster, 1, 8).bandwidth[0] == inner.bandwidth
+    share = LINK_SHARE
+    assert ring(cluster, 8, 2).bandwidth[0] == share * outer.bandwidth
+    assert ring(cluster, 1, 16).bandwidth[0] == share * 8 * outer.bandwidth
+    assert ring(cluster, 4, 4).bandwidth[0] == share * 2 * outer.bandwidth
+    assert ring(cluster, 1, 8).bandwidth[0] == share * inner.bandwidth
     fast = Cluster("A100-80G", nodes=2, network_bandwidth=1e12)
-    assert ring(fast, 1, 16).bandwidth[0] == fast.pools[0].tiers[0].bandwidth
-    assert ring(cluster, 1, 16, LINK_SHARE).bandwidth[0] == LINK_SHARE * 8 * outer.bandwidth
+    assert ring(fast, 1, 16).bandwidth[0] == share * fast.pools[0].tiers[0].bandwidth
 
 
 def test_without_a_calibration_rates_are_shares_of_the_peaks() -> None:
