@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowrl.compiler.architecture import Architecture, Head
+from flowrl.compiler.architecture_tensors import outer_tensors
 from flowrl.compiler.cluster import Pool
 from flowrl.compiler.work import Work
 
@@ -160,13 +161,10 @@ def share_of(a: Architecture, head: Head, tensor: int, pipeline: int) -> Share:
     small, more = divmod(a.num_layers, pipeline)
     ends = np.cumsum([0] + [small + (stage < more) for stage in range(pipeline)])
     stages = held[ends[1:]] - held[ends[:-1]]
-    embedding = a.embedding_parameters / tensor
-    last = a.outer_parameters(head) - a.embedding_parameters  # a head of its own, norms, positions
-    if head == "lm" and not a.tied:
-        last -= a.embedding_parameters * (1 - 1 / tensor)
-    elif head == "lm" and pipeline > 1:
-        last += embedding
-    stages[0] += embedding
+    first, last = (sum(p.size / (1 if p.split is None else tensor) for p in part) for part in outer_tensors(a, head))
+    if head == "lm" and a.tied and pipeline > 1:
+        last += a.embedding_parameters / tensor
+    stages[0] += first
     stages[-1] += last
     per_stage = matmul[ends[1:]] - matmul[ends[:-1]]
     return Share(
@@ -174,7 +172,7 @@ def share_of(a: Architecture, head: Head, tensor: int, pipeline: int) -> Share:
         expert_parameters=float((experts[ends[1:]] - experts[ends[:-1]]).max()),
         layers=int(small + (more > 0)),
         largest_layer=float(np.diff(held).max()),
-        outer=float(embedding + last if pipeline == 1 else max(embedding, last)),
+        outer=float(first + last if pipeline == 1 else max(first, last)),
         matmul=float(per_stage.max()),
         last_matmul=float(per_stage[-1]),
         last_layers=int(ends[-1] - ends[-2]),

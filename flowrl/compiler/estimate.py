@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from flowrl.calibration import Calibration
 from flowrl.compiler.architecture import Architecture
+from flowrl.compiler.calibrated import calibrated_cluster
 from flowrl.compiler.candidates import Floats, Grid, Ints, Shares, candidates
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.memory import memory_columns
@@ -141,7 +142,7 @@ class Estimator:
 
     Args:
         cluster: on what.
-        calibration: replaces the rates of data sheets by what was measured.
+        calibration: replaces the rates of data sheets by what was measured; ``cluster`` is then the cluster with them.
 
     Example::
 
@@ -152,7 +153,7 @@ class Estimator:
     """
 
     def __init__(self, cluster: Cluster, calibration: Calibration | None = None) -> None:
-        self.cluster = cluster
+        self.cluster = calibrated_cluster(cluster, calibration)
         self.calibration = calibration
         self._tables: dict[Any, Table] = {}
 
@@ -206,10 +207,11 @@ class Estimator:
         self, architecture: Architecture, work: Work, pool: int, start: int, precision: Precision, grid: Grid
     ) -> Table:
         where = self.cluster.pools[pool]
-        rates = Rates.of(where, precision.compute, self.calibration)
+        rates = Rates.of(where, precision.compute, self.calibration, architecture)
         shares = Shares.of(architecture, work.head, grid)
         setting = Setting(architecture, work, precision, where, rates, start, grid, shares)
         times = time_columns(setting)
         seconds = times["compute"] + times["memory"] + times["link"] + times["bubble"]
-        shape = {name: getattr(grid, name) for name in _SHAPE}
-        return Table(**shape, seconds=seconds, **times, **memory_columns(architecture, work, precision, grid, shares))
+        columns: dict[str, Any] = {name: getattr(grid, name) for name in _SHAPE}
+        columns |= times | memory_columns(architecture, work, precision, grid, shares)
+        return Table(**columns, seconds=seconds)

@@ -67,28 +67,36 @@ def saved_per_token(a: Architecture, precision: Precision, moe: bool) -> tuple[f
 def _saved_by_modules(a: Architecture, precision: Precision, moe: bool) -> tuple[float, float]:
     """By the modules of transformers. r: bytes in the residual stream; c: of a product; f: of float32.
 
-    A norm saves its input, and the normalised input; what it gives is the input of the next product. Sdpa saves queries, keys
-    and values with a head each, its output, and a float32 for each head.
+    A norm saves its input in float32 and what it makes of it before the weight. Products that multiply with the weights
+    themselves share their input; autocast makes a copy for each. Sdpa saves queries, keys and values, its output, and a
+    float32 for each head; with MLA keys and values are first made whole, and the output is copied. A chosen expert saves a
+    row's input, its own output, and that times the router's weight.
     """
     r, c, f = precision.residual, precision.activation, 4.0
-    # Half-precision weights: a norm works on a float32 copy of its input, and gives its weight a copy to multiply with.
-    norm = f + r
-    linear_input = c
-    num_norms = 4 if a.post_norms else 2
+    casts = precision.cast > 0
+    norm = 2 * f if a.family.startswith("gemma") else f + r
     if a.family == "gpt2":
-        whole = a.hidden * 2 * (r + linear_input)
+        norm, inputs = r, 2
     else:
-        whole = a.hidden * (num_norms * norm + 2 * linear_input)
-    heads = a.num_heads * (2 * a.head_dim + 2 * a.v_dim) * c + a.num_heads * f
-    if a.qk_norm:
-        heads += (a.num_heads + a.num_kv_heads) * a.head_dim * (f + c)
+        to_attention = (2 if a.kv_rank else 3) if casts else 1
+        to_mlp = (1 + 2 * (a.shared_intermediate > 0) + a.shared_gate if moe else 2) if casts else 1
+        inputs = to_attention + to_mlp
+    whole = a.hidden * ((4 if a.post_norms else 2) * norm + inputs * c)
     if a.kv_rank:
-        whole += (a.kv_rank + a.query_rank) * (f + r + c)
-    mlp = 4 if a.gated else 6  # gate, its activation, up, their product; or gelu written out
+        heads = a.num_heads * (2 * a.head_dim + 3 * a.v_dim) * c
+        whole += (a.kv_rank + a.rope_dim) * f + a.kv_rank * (r + c) + a.query_rank * (f + r + c)
+    else:
+        heads = (a.num_heads + a.num_kv_heads) * (a.head_dim + a.v_dim) * c
+    if a.qk_norm:
+        heads += (a.num_heads + a.num_kv_heads) * a.head_dim * (2 * f if a.family.startswith("gemma") else f + c)
+    heads += a.num_heads * f
+    mlp = 4 if a.gated else 5  # gate, its activation, up, their product; or gelu, which is written out
     if not moe:
         return whole, heads + mlp * a.intermediate * c
     chosen = a.experts_per_token
-    whole += chosen * 2 * a.hidden * c + 2 * a.num_experts * f
+    whole += chosen * (a.hidden * (2 * c + r) + 2 * 8 + 2 * f) + a.num_experts * f + a.shared_gate * a.hidden * c
+    if a.kv_rank and r < f:  # DeepSeek's router works in float32
+        whole += a.hidden * f
     return whole, heads + mlp * (chosen * a.moe_intermediate + a.shared_intermediate) * c
 
 
@@ -171,10 +179,10 @@ def _cache(a: Architecture, work: Work, precision: Precision, grid: Grid, shares
 
 def _buckets(precision: Precision, grid: Grid, shares: Shares, trains: bool) -> Floats:
     """ZeRO-3: two layers (one computes, the next arrives) and what is outside of the layers, in the dtype of the products; in
-    training also the gradients of one layer before they are scattered. ZeRO-1 and 2: those gradients. Whole copies that
-    autocast makes are kept until the backward pass."""
+    training also the gradients of one layer before they are scattered. Other data-parallel ranks: those gradients. Copies of
+    the layers that autocast makes are kept until the backward pass."""
     product = precision.cast or precision.weights
     gathered = (2 * shares.largest_layer + shares.outer) * product
     reduced = shares.largest_layer * precision.gradients if trains and not precision.adapter_parameters else 0.0
-    cast = shares.parameters * precision.cast
+    cast = np.minimum(shares.parameters, shares.layers * shares.largest_layer) * precision.cast
     return np.where(grid.zero == 3, gathered + reduced, np.where(grid.data > 1, reduced, 0.0) + cast)

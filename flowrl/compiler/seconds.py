@@ -18,7 +18,7 @@ from flowrl.compiler.architecture import Architecture
 from flowrl.compiler.candidates import Floats, Grid, Shares, mean_window, rows_of_rank
 from flowrl.compiler.cluster import Pool
 from flowrl.compiler.precision import Precision
-from flowrl.compiler.rates import OVERLAP, Rates, Ring
+from flowrl.compiler.rates import OVERLAP, Rates, Ring, reached
 from flowrl.compiler.work import Work
 
 #: Of the rectangle of scores, what kernels for a GPU compute of a causal mask; elsewhere all.
@@ -47,9 +47,9 @@ class Setting:
     @functools.cached_property
     def rings(self) -> tuple[Ring, Ring]:
         """Of the tensor-parallel groups, and of the data-parallel ones."""
-        grid, share = self.grid, self.rates.link_share
-        tensor = Ring.of(self.pool, self.start, np.ones(len(grid), np.int64), grid.tensor, share)
-        return tensor, Ring.of(self.pool, self.start, grid.tensor, grid.data, share)
+        grid = self.grid
+        tensor = Ring.of(self.pool, self.start, np.ones(len(grid), np.int64), grid.tensor)
+        return tensor, Ring.of(self.pool, self.start, grid.tensor, grid.data)
 
     @property
     def causal(self) -> float:
@@ -73,12 +73,15 @@ def _passes(s: Setting) -> dict[str, Floats]:
     rows = rows_of_rank(work, grid.data) / m
     tokens = rows * (work.prompt_tokens + work.response_tokens)
     flops, last_flops = _pass_flops(s, tokens, s.causal)
-    compute = np.maximum(flops, last_flops) / (grid.tensor * s.rates.flops)
+    measured = s.rates.passes(work.kind)
+    compute = measured.factor * np.maximum(flops, last_flops) / (grid.tensor * s.rates.flops)
     # Forward; backward, once for what came in (and once for the weights, which reads none); again where it was checkpointed.
     reads = 1.0 + (1.0 + (grid.checkpointing == 1) if trains else 0.0)
     read = reads * s.shares.parameters * (precision.cast or precision.weights) / s.rates.memory
-    kernels = s.shares.layers * s.rates.layer_seconds * np.where(reads > 1, reads + 1, 1.0)
-    memory = np.maximum(np.maximum(read, kernels) - compute, 0.0)
+    # The backward pass has a kernel for each of two gradients.
+    layers = s.shares.layers * np.where(reads > 1, reads + 1, 1.0)
+    memory = np.maximum(np.maximum(read, layers * s.rates.layer_seconds) - compute, 0.0)
+    memory = memory + layers * measured.layer_seconds
     link = _tensor_sums(s, tokens, reads) + _sends(s, tokens, 2.0 if trains else 1.0)
     each_pass, once = _exchanges(s)
     passing = compute + memory
@@ -153,7 +156,7 @@ def _sends(s: Setting, tokens: Floats, directions: float) -> Floats:
     sizes, where = np.unique(grid.size, return_inverse=True)
     tiers = [s.pool.tier(s.start, s.start + int(total)) for total in sizes]
     latency = np.array([t.latency for t in tiers])[where]
-    bandwidth = np.array([t.bandwidth * s.rates.link_share for t in tiers])[where]
+    bandwidth = np.array([reached(t) for t in tiers])[where]
     return np.where(grid.pipeline > 1, directions * (latency + size / bandwidth), 0.0)
 
 
@@ -194,7 +197,8 @@ def _generate(s: Setting) -> dict[str, Floats]:
     steps = waves * work.max_response_tokens
     ranks = grid.tensor * stages
     of_rank = rows / work.sequences
-    prefill = _prefill_flops(a, work, s.causal) * of_rank / (ranks * rates.flops)
+    reading_prompts, step = rates.passes("prefill"), rates.passes("decode")
+    prefill = reading_prompts.factor * _prefill_flops(a, work, s.causal) * of_rank / (ranks * rates.flops)
     decode = _decode_flops(a, work) * of_rank / (ranks * rates.flops)
     # Weights: experts that no row of the wave goes to are not read.
     active = wave / np.minimum(stages, wave)
@@ -206,6 +210,7 @@ def _generate(s: Setting) -> dict[str, Floats]:
     kernels = steps * a.num_layers * rates.decode_layer_seconds
     host = steps * wave * rates.row_seconds
     memory = np.maximum(np.maximum(reading, kernels) - decode, 0.0) + host
+    memory = memory + a.num_layers * (steps * step.layer_seconds + waves * reading_prompts.layer_seconds)
     prompts = wave * work.prompt_tokens / work.group_size
     link = waves * stages * _tensor_sums(s, prompts / stages, 1.0)
     link = link + steps * stages * (_tensor_sums(s, wave / stages, 1.0) + _sends(s, wave / stages, 1.0))
