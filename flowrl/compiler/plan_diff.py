@@ -171,15 +171,15 @@ def _is_pairs(value: Any) -> bool:
 
 
 def _value(value: Any, name: str) -> str:
+    if _is_record(value):
+        inner = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return f"{type(value).__name__}({', '.join(f'{n}={_value(v, n)}' for n, v in inner)})"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name in _SECONDS:
             return figures.seconds(value)
         return figures.size(value) if name in _BYTES else f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
     if isinstance(value, tuple):
         return f"({', '.join(_value(v, name) for v in value)})"
-    if _is_record(value):
-        inner = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return f"{type(value).__name__}({', '.join(f'{n}={_value(v, n)}' for n, v in inner)})"
     return one_line(value) or repr(value)
 
 
