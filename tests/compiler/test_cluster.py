@@ -205,7 +205,7 @@ def test_refused_with_reasons(arguments: dict[str, Any], message: str) -> None:
 def test_pools_that_are_no_cluster() -> None:
     with pytest.raises(FlowError, match="Received none"):
         Cluster.of([])
-    with pytest.raises(FlowError, match="whose devices are of one kind. Received cpu, cuda"):
+    with pytest.raises(FlowError, match=r"whose devices are of one kind\. Received cpu, cuda"):
         Cluster("H100") + Cluster("cpu")
     pool = Cluster("H100").pools[0]
     assert isinstance(pool, Pool) and Cluster.of([pool]) == Cluster("H100")
