@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,7 +49,7 @@ class Pool:
         return replace(self, nodes=nodes, tiers=(*inner, replace(outer, size=nodes * self.gpus_per_node)))
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class Cluster:
     """Devices of one kind, or pools of several.
 
@@ -130,12 +131,27 @@ class Cluster:
 
     @classmethod
     def detect(cls, num_devices: int = 1) -> Cluster:
-        """The best devices of this machine."""
-        try:
-            import torch
-        except ImportError:  # a machine that only plans
-            return cls("cpu", num_devices)
-        return cls("cuda" if torch.cuda.is_available() else "cpu", num_devices)
+        """The best devices of this machine, a rank each: GPUs of a preset where torch names one, with the memory that they
+        have; else its processor, whose ranks share the machine's memory. More GPUs than this machine has are those of
+        several such machines."""
+        from flowrl.compiler.detect import detect
+
+        return detect(num_devices)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> Cluster:
+        """The cluster that a YAML file describes; docs/clusters.md says how.
+
+        Raises:
+            FlowError: the file cannot be read, is no YAML, or says what cannot be: all of it, each with its line.
+        """
+        from flowrl.compiler.cluster_file import read_cluster
+
+        return read_cluster(path)
+
+    def __repr__(self) -> str:
+        """What makes it again, where presets and numbers do: ``Cluster("H100", nodes=2, gpus_per_node=8)``."""
+        return " + ".join(_pool_repr(pool, self.device if len(self.pools) == 1 else None) for pool in self.pools)
 
     @property
     def num_devices(self) -> int:
@@ -182,6 +198,29 @@ def _preset(device: Any, problems: list[str]) -> tuple[Preset, str]:
         f"device is {device!r}; expected 'cpu', 'cuda', 'cuda:<index>' or one of {', '.join(PRESETS)}{hint}"
     )
     return PRESETS["CPU"], "cpu"
+
+
+def _pool_repr(pool: Pool, device: str | None) -> str:
+    preset = PRESETS.get(pool.device.name)
+    if preset is None and pool.device.name == "cuda":
+        preset = UNKNOWN_GPU
+    own = pool.device if preset is None else replace(pool.device, memory_bytes=preset.device.memory_bytes)
+    if preset is None or own != preset.device:
+        return f"<{pool.nodes}x{pool.gpus_per_node} {pool.device.name}>"
+    # "cpu", "cuda" and "cuda:1" are what torch calls them, and one node of them is so many ranks.
+    name = device if pool.device.name == "cuda" and device else preset.device.name.replace("CPU", "cpu")
+    words = [f'"{name}"']
+    if pool.nodes > 1 or pool.device.name not in ("cuda", "CPU"):
+        words += [f"nodes={pool.nodes}", f"gpus_per_node={pool.gpus_per_node}"]
+    elif pool.gpus_per_node > 1:
+        words.append(f"num_devices={pool.gpus_per_node}")
+    network = pool.tiers[-1].bandwidth if pool.nodes > 1 else preset.network
+    if pool.tiers != _tiers(preset, pool.nodes, pool.gpus_per_node, network):
+        return f"<{pool.nodes}x{pool.gpus_per_node} {pool.device.name}>"
+    words += [f"network_bandwidth={network!r}"] if network != preset.network else []
+    memory = pool.device.memory_bytes
+    words += [f"memory_bytes={memory}"] if memory != preset.device.memory_bytes else []
+    return f"Cluster({', '.join(words)})"
 
 
 def _tiers(preset: Preset, nodes: int, per_node: int, network: float | None) -> tuple[Tier, ...]:

@@ -208,8 +208,8 @@ def _memory(mapping: Mapping) -> list[str]:
     for stretch, place in zip(mapping.stretches, places, strict=True):
         full = (stretch.held + stretch.transient) / stretch.capacity if stretch.capacity else 0.0
         lines.append(
-            f"{place}  {size(stretch.held + stretch.transient)} of the {size(stretch.capacity)} that a plan may use ({share(full)}): "
-            f"{size(stretch.held)} held, {size(stretch.transient)} more while the largest runs"
+            f"{place}  {size(stretch.held + stretch.transient)} of the {size(stretch.capacity)} that a plan may use "
+            f"({share(full)}): {size(stretch.held)} held, {size(stretch.transient)} more while the largest runs"
         )
     fullest = max(mapping.stretches, key=_fullness, default=None)
     if fullest is not None:

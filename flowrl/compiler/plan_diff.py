@@ -134,7 +134,7 @@ def _numbered(kind: _Kind, things: Iterable[Any]) -> dict[tuple[Any, ...], Any]:
 
 def _changes(old: Any, new: Any, path: str, name: str) -> Iterator[str]:
     """``path old → new`` of every value inside that is not the same."""
-    if is_dataclass(old) and type(old) is type(new):
+    if _is_record(old) and type(old) is type(new):
         for field in fields(old):
             was, now = getattr(old, field.name), getattr(new, field.name)
             if not _same(was, now):
@@ -150,12 +150,16 @@ def _changes(old: Any, new: Any, path: str, name: str) -> Iterator[str]:
                 yield f"{path}.{one_line(key)} {_value(was[key], name)} → {_value(now[key], name)}"
         if was == now:
             yield f"{path} in another order"
-    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) and any(map(is_dataclass, old)):
+    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new) and any(map(_is_record, old)):
         for i, (was, now) in enumerate(zip(old, new, strict=True)):
             if not _same(was, now):
                 yield from _changes(was, now, f"{path}[{i}]", name)
     else:
         yield f"{path} {_value(old, name)} → {_value(new, name)}{_relative(old, new, name)}"
+
+
+def _is_record(value: Any) -> bool:
+    return is_dataclass(value)
 
 
 def _is_pairs(value: Any) -> bool:
@@ -167,15 +171,15 @@ def _is_pairs(value: Any) -> bool:
 
 
 def _value(value: Any, name: str) -> str:
+    if _is_record(value):
+        inner = ((f.name, getattr(value, f.name)) for f in fields(value))
+        return f"{type(value).__name__}({', '.join(f'{n}={_value(v, n)}' for n, v in inner)})"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if name in _SECONDS:
             return figures.seconds(value)
         return figures.size(value) if name in _BYTES else f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
     if isinstance(value, tuple):
         return f"({', '.join(_value(v, name) for v in value)})"
-    if is_dataclass(value):
-        inner = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return f"{type(value).__name__}({', '.join(f'{n}={_value(v, n)}' for n, v in inner)})"
     return one_line(value) or repr(value)
 
 
@@ -211,7 +215,7 @@ def mapping_from_json(raw: Any) -> Mapping:
 
 def _read(kind: Any, raw: Any, path: str, problems: list[str]) -> Any:
     """``raw`` as a ``kind``; what it is not goes to ``problems``, and what comes back then is of no use."""
-    if is_dataclass(kind) and isinstance(kind, type):
+    if _is_record(kind):
         return _read_dataclass(kind, raw, path, problems)
     if typing.get_origin(kind) is tuple:
         (of, _) = typing.get_args(kind)  # all tuples of a mapping are of any length

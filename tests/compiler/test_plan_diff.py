@@ -182,5 +182,5 @@ def test_malformed(breaks: Callable[[Any], Any], messages: list[str]) -> None:
 
 @pytest.mark.parametrize("raw", [None, [], "mapping", 3])
 def test_no_mapping_at_all(raw: Any) -> None:
-    with pytest.raises(FlowError, match="mapping is .*; expected an object"):
+    with pytest.raises(FlowError, match=r"mapping is .*; expected an object"):
         mapping_from_json(raw)
