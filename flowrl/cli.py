@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import inspect
 import os
 import signal
 import sys
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +16,7 @@ import typer
 
 from flowrl.compiler.strategy import Strategy
 from flowrl.errors import FlowError, nearest
+from flowrl.recipe_flags import experiment_of, interruptible, parameters_of, with_recipe_flags
 
 if TYPE_CHECKING:
     from flowrl.run import RunResult
@@ -90,17 +89,6 @@ def _usage_message(error: Any) -> str:
     return error.format_message()
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C before a run is under way, and a second signal within one, end the command with the status of the signal."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if _tells(error):
-            print("Ended at once. What the last checkpoint holds is whole.", file=sys.stderr)
-        raise typer.Exit(SIGNAL_BASE + getattr(error, "signal_number", signal.SIGINT)) from None
-
-
 class _Sharding(enum.Enum):
     full = "full"
     optimizer = "optimizer"
@@ -145,6 +133,9 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
         attention: Annotated[
             _Attention | None, typer.Option(help="How attention over rows is computed.", show_choices=True)
         ] = None,
+        strategy: Annotated[
+            str | None, typer.Option(help="auto: the compiler chooses how each Model is held, by its estimates.")
+        ] = None,
         deadline: Annotated[
             float | None, typer.Option(help="Seconds that one call may take on several ranks before they are ended.")
         ] = None,
@@ -152,9 +143,9 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
         _check_launch(runtime)
         if resume and out is None:
             raise FlowError("--resume needs the run folder", expected="--out FOLDER", received="nothing")
-        known = _parameters(file)
+        known = parameters_of(file)
         shared = {k: v for k, v in {"num_steps": num_steps, "seed": seed}.items() if k in known and v is not None}
-        experiment = _experiment(file, {**arguments, **shared})
+        experiment = experiment_of(file, {**arguments, **shared})
         if seed is None and "seed" in known and "seed" not in experiment.options:
             default = known["seed"].default
             seed = default if isinstance(default, int) else None  # one seed: the recipe's own is the run's, too
@@ -165,7 +156,7 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
             "time_limit": time_limit,
             "checkpoint_every": checkpoint_every,
             "dump_steps": tuple(dump_step) if dump_step else None,
-            "strategy": _strategy(experiment.options.get("strategy"), tensor_parallel, sharding, attention),
+            "strategy": _strategy(experiment.options.get("strategy"), strategy, tensor_parallel, sharding, attention),
             "deadline": deadline,
         }
         options = {k: v for k, v in given.items() if v is not None}
@@ -178,7 +169,7 @@ def run(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")
         if result.status == "time limit":
             raise typer.Exit(TIME_LIMIT)
 
-    _with_recipe_flags(ctx, file, start)
+    with_recipe_flags(ctx, file, start)
 
 
 def _say_end(result: RunResult) -> None:
@@ -203,16 +194,32 @@ def _check_launch(runtime: str) -> None:
 
 
 def _strategy(
-    recipes: Strategy | None, tensor_parallel: int | None, sharding: _Sharding | None, attention: _Attention | None
-) -> Strategy | None:
-    """The recipe's strategy for all Models, changed by flags."""
+    recipes: Strategy | str | None,
+    chosen: str | None,
+    tensor_parallel: int | None,
+    sharding: _Sharding | None,
+    attention: _Attention | None,
+) -> Strategy | str | None:
+    """The recipe's strategy for all Models, changed by flags; "auto" leaves the choice to the compiler.
+
+    Raises:
+        FlowError: ``chosen`` is something else, or is given together with other flags.
+    """
+    if chosen is not None:
+        if chosen != "auto" or (tensor_parallel, sharding, attention) != (None, None, None):
+            raise FlowError(
+                "--strategy cannot be meant so",
+                expected="--strategy auto by itself, or --tensor-parallel, --sharding and --attention without it",
+                received=f"--strategy {chosen}" + (" and other flags of a strategy" if chosen == "auto" else ""),
+            )
+        return "auto"
     given = {
         "tensor_parallel": tensor_parallel,
         "sharding": None if sharding is None else sharding.value,
         "attention": None if attention is None else attention.value,
     }
     changed: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-    return replace(recipes or Strategy(), **changed) if changed else None
+    return replace(recipes if isinstance(recipes, Strategy) else Strategy(), **changed) if changed else None
 
 
 @app.command(
@@ -221,7 +228,7 @@ def _strategy(
 )
 def check(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
     def start(arguments: dict[str, Any]) -> None:
-        experiment = _experiment(file, arguments)
+        experiment = experiment_of(file, arguments)
         flows = {"training flow": experiment.flow} | {f"evaluation {e.name!r}": e.flow for e in experiment.evaluations}
         reports = {name: flow.check() for name, flow in flows.items()}
         for name, report in reports.items():
@@ -230,7 +237,42 @@ def check(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE
             raise typer.Exit(ERROR)
         experiment.check_data()
 
-    _with_recipe_flags(ctx, file, start)
+    with_recipe_flags(ctx, file, start)
+
+
+@app.command(
+    context_settings=_RECIPE_ARGS,
+    help="Say where every call of the recipe in FILE would run on a cluster, what that takes, and why; takes no device.",
+)
+def plan(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
+    def start(
+        arguments: dict[str, Any],
+        cluster: Annotated[
+            str | None, typer.Option(help="nodes×devices:name, as in 16x8:H100; pools joined by +; or a YAML file.")
+        ] = None,
+        prompt_tokens: Annotated[float | None, typer.Option(help="Mean tokens of a prompt.")] = None,
+        response_tokens: Annotated[float | None, typer.Option(help="Mean tokens of a response.")] = None,
+        longest_response: Annotated[float | None, typer.Option(help="Tokens of the longest response.")] = None,
+        calibration: Annotated[
+            Path | None, typer.Option(help="A file of `flowrl calibrate`, in place of data sheets.")
+        ] = None,
+        runtime: Annotated[
+            str | None, typer.Option(help="What will run it; spmd and local run every call on all devices.")
+        ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="The plan, for programs.")] = False,
+        html: Annotated[Path | None, typer.Option(help="Write a page with pictures to this file.")] = None,
+        explain: Annotated[
+            bool, typer.Option("--explain", help="Also what another node, or longer or more rows, would take.")
+        ] = False,
+    ) -> None:
+        from flowrl.plan_command import PlanAsked, plan_recipe
+
+        asked = PlanAsked(
+            cluster, prompt_tokens, response_tokens, longest_response, calibration, runtime, as_json, html, explain
+        )
+        print(plan_recipe(experiment_of(file, arguments), asked))
+
+    with_recipe_flags(ctx, file, start)
 
 
 @app.command(help="Run one step of a run again, alone, and compare it with what was recorded.")
@@ -240,7 +282,7 @@ def replay(
 ) -> None:
     from flowrl.runtime.replay import replay_step
 
-    with _interruptible():
+    with interruptible():
         result = replay_step(run_folder, step)
     print(result.table())
     if not result.equal:
@@ -323,98 +365,6 @@ def version() -> None:
     import flowrl
 
     print(flowrl.__version__)
-
-
-# -- flags from recipes ----------------------------------------------------------------------------------------------
-
-
-def _experiment(file: Path, arguments: dict[str, Any]) -> Any:
-    from flowrl.recipes import build
-
-    return build(_load(file), arguments)
-
-
-_loaded: dict[Path, Callable[..., Any]] = {}
-
-
-def _load(file: Path) -> Callable[..., Any]:
-    from flowrl.recipes import load_recipe
-
-    path = file.resolve()
-    if path not in _loaded:
-        _loaded[path] = load_recipe(file)
-    return _loaded[path]
-
-
-def _parameters(file: Path) -> dict[str, inspect.Parameter]:
-    from flowrl.recipes import parameters
-
-    return parameters(_load(file))
-
-
-#: Flags of ``flowrl run`` that a recipe may have as a parameter, too: it then gets to know them.
-_SHARED = ("num_steps", "seed")
-
-
-def _with_recipe_flags(ctx: typer.Context, file: Path, start: Callable[..., None]) -> None:
-    """Call ``start(arguments, **flags)`` with the recipe's parameters and the command's own flags, both from the rest of
-    the command line."""
-    if str(file) == "--help":
-        print(ctx.get_help())
-        return
-    with _interruptible():
-        recipe = _load(file)
-    theirs = _parameters(file)
-    own = dict(list(inspect.signature(start, eval_str=True).parameters.items())[1:])
-    for name in theirs.keys() & own.keys() - set(_SHARED):
-        raise FlowError(
-            f"Recipe {recipe.__name__} has a parameter {name!r}, which is a flag of `flowrl {ctx.info_name}`",
-            expected=f"another name; only {' and '.join(_SHARED)} may be both",
-            received=name,
-        )
-    for name in theirs.keys() & own.keys():
-        own[name] = _with_default_of(theirs.pop(name), own[name])
-    flags = _as_flags(recipe, theirs)
-
-    def command(**values: Any) -> None:
-        with _interruptible():
-            start({k: values[k] for k in theirs}, **{k: values[k] for k in own})
-
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*flags, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.values())]
-    )
-    command.__annotations__ = {p.name: p.annotation for p in flags} | {k: p.annotation for k, p in own.items()}
-    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    inner.command(help=_description(recipe))(command)
-    raise typer.Exit(inner(args=ctx.args, prog_name=f"flowrl {ctx.info_name} {file}", standalone_mode=False) or 0)
-
-
-def _description(recipe: Callable[..., Any]) -> str:
-    """Its docstring up to the section of arguments, which the flags show."""
-    return (inspect.getdoc(recipe) or "").split("\nArgs:\n")[0].strip()
-
-
-def _as_flags(recipe: Callable[..., Any], theirs: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
-    """The recipe's parameters as options, those without a default too (which typer would take by position)."""
-    from flowrl.recipes import parameter_help
-
-    helps = parameter_help(recipe)
-    flags = []
-    for name, parameter in theirs.items():
-        annotation = parameter.annotation
-        if typing.get_origin(annotation) is not Annotated:
-            annotation = Annotated[annotation, typer.Option(help=helps.get(name))]
-        flags.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
-    return flags
-
-
-def _with_default_of(theirs: inspect.Parameter, own: inspect.Parameter) -> inspect.Parameter:
-    """The command's own flag, whose help tells the recipe's default."""
-    if theirs.default is theirs.empty or theirs.default is None:
-        return own
-    kind, option = typing.get_args(own.annotation)[:2]
-    shown = typer.Option(help=f"{option.help}  [default: {theirs.default}]", show_default=False)
-    return own.replace(annotation=Annotated[kind, shown])
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from flowrl.calibration import Calibration, default_path
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.compile import DEFAULT_MICRO_BATCH_TOKENS, Strategies, cluster_of, compile, strategies_by_name
 from flowrl.compiler.plan import Program
@@ -21,6 +22,7 @@ from flowrl.compiler.strategy import Strategy
 from flowrl.ending import discarded_on_error, finish, status_on_error
 from flowrl.errors import FlowError, nearest
 from flowrl.flow import RLFlow
+from flowrl.machine import Machine
 from flowrl.preflight import check_names, check_settings, data_of
 from flowrl.preparation import prepare
 
@@ -159,7 +161,7 @@ def run(
     cluster: Cluster | None = None,
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
     strategies: Strategies | None = None,
-    strategy: Strategy | None = None,
+    strategy: Strategy | Literal["auto"] | None = None,
     deadline: float | None = None,
 ) -> RunResult:
     """Train.
@@ -192,7 +194,8 @@ def run(
         cluster: what to plan for; by default this machine's best device.
         micro_batch_tokens: token budget of one forward pass in training and scoring.
         strategies: by Model or name of one, how it is held over the ranks; see :func:`flowrl.compile`.
-        strategy: of all other Models.
+        strategy: of all other Models; "auto" has the compiler choose by its estimates, with the rates of ``flowrl calibrate``
+            where they were measured on this machine.
         deadline: seconds that one call may take on several ranks, before the run is given up because one hangs; by default
             ``FLOWRL_DEADLINE``, else half an hour.
 
@@ -211,7 +214,7 @@ def run(
                    micro_batch_tokens=micro_batch_tokens, deadline=deadline, resume=resume,
                    async_checkpoints=async_checkpoints, export=export, report=report, progress=progress)  # fmt: skip
     with _ranks(runtime, deadline) as ranks:
-        plan = _Planner(cluster_of(cluster, ranks.size), micro_batch_tokens, strategies, strategy)
+        plan = _Planner(cluster_of(cluster, ranks.size), micro_batch_tokens, strategies, strategy, runtime)
         program, sets, plans = ranks.together(lambda: plan.all(flow, data, evaluations, ranks.size))
 
         from flowrl.runtime.run_folder import RunFolder, default_folder
@@ -279,6 +282,14 @@ def _run(local: LocalRuntime, *, resume: bool, started: float, export: bool, rep
     return result
 
 
+def measured_here() -> Calibration | None:
+    """The rates that ``flowrl calibrate`` has measured on this machine; None where there are none."""
+    if not default_path().exists():
+        return None
+    calibration = Calibration.load()
+    return calibration if not calibration.machine.differences(Machine.here(calibration.machine.gpus)) else None
+
+
 @dataclass(frozen=True)
 class _Planner:
     """Compiles the flows of a run for the same cluster."""
@@ -286,7 +297,8 @@ class _Planner:
     cluster: Cluster | None
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
     strategies: Strategies | None = None
-    strategy: Strategy | None = None
+    strategy: Strategy | Literal["auto"] | None = None
+    runtime: str = "local"
 
     def all(
         self, flow: RLFlow, data: Any, evaluations: Sequence[Evaluation], num_ranks: int = 1
@@ -314,15 +326,23 @@ class _Planner:
                 )
         program = self.program(flow)
         sets = data_of(program, data)
-        plans = [self.evaluation(e) for e in evaluations]
+        same = replace(self, strategies={**program.strategies(), **strategies_by_name(self.strategies)}, strategy=None)
+        plans = [(same if self.strategy == "auto" else self).evaluation(e) for e in evaluations]
         check_names([program, *(p.program for p in plans)])
         return program, sets, plans
 
     def program(self, flow: RLFlow) -> Program:
         names = {m.name for m in flow.models}
         here = {name: held for name, held in strategies_by_name(self.strategies).items() if name in names}
-        tokens = self.micro_batch_tokens
-        return compile(flow, self.cluster, micro_batch_tokens=tokens, strategies=here, strategy=self.strategy)
+        return compile(
+            flow,
+            self.cluster,
+            micro_batch_tokens=self.micro_batch_tokens,
+            strategies=here,
+            strategy=self.strategy,
+            runtime=self.runtime,
+            calibration=measured_here() if self.strategy == "auto" else None,
+        )
 
     def evaluation(self, evaluation: Evaluation) -> EvaluationPlan:
         from flowrl.runtime.evaluation import scored_calls

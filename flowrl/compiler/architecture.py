@@ -202,6 +202,16 @@ class Architecture:
         """Numbers in the matrices of a layer that a token is multiplied with; two FLOP each in a forward pass."""
         return _layer_matmul(self, self.is_moe(layer))
 
+    def layer_recomputed(self, layer: int) -> int:
+        """Of :meth:`layer_matmul`, what torch's checkpointing computes again: it stops when it has all that the backward pass
+        reads, and that is not what the last product of a layer gives, unless something other than a sum follows it."""
+        last = self.intermediate
+        if self.post_norms:
+            last = 0
+        elif self.is_moe(layer):
+            last = 0 if self.shared_gate else self.shared_intermediate
+        return self.layer_matmul(layer) - last * self.hidden
+
     def attention_flops(self, queries: float, keys: float) -> float:
         """FLOP of scores and weighted values of ``queries`` × ``keys`` pairs, all heads of a layer: the whole rectangle,
         as torch's FLOP counter has it; kernels that skip what causality masks do half of a square."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.adapters import strategy_problems
 from flowrl.compiler.cluster import Cluster
@@ -28,7 +28,13 @@ from flowrl.nodes.loss import Loss
 from flowrl.stable_text import stable_text
 from flowrl.weight_edges import follower_label, owner
 
+if TYPE_CHECKING:
+    from flowrl.calibration import Calibration
+    from flowrl.compiler.flow_units import Lengths
+
 DEFAULT_MICRO_BATCH_TOKENS = 4096
+#: Runtimes whose ranks all run every call.
+EVERYWHERE = ("local", "spmd")
 
 #: By Model, or by the name of one. (Keys of a Mapping are invariant: a dict by names alone would not be one by either.)
 Strategies = Mapping[Any, Strategy]
@@ -40,21 +46,38 @@ def compile(
     *,
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS,
     strategies: Strategies | None = None,
-    strategy: Strategy | None = None,
+    strategy: Strategy | Literal["auto"] | None = None,
+    pin: Mapping[Any, Any] | None = None,
+    lengths: Lengths | None = None,
+    calibration: Calibration | None = None,
+    runtime: str | None = None,
+    what_if: bool = False,
 ) -> Program:
     """Make a Program of a flow.
+
+    On a cluster of several nodes or of a GPU by name the compiler **places** every call: it gives it a mesh and a way to run,
+    and the Plan says where, why, and how far from the best that can be at most (``plan.mapping``). On the devices of one
+    machine all calls run on all of them, held as ``strategies`` say; ``strategy="auto"`` has the compiler choose there too.
 
     Args:
         cluster: what it runs on; by default the best single device of this machine.
         micro_batch_tokens: token budget of one forward pass in training and scoring.
-        strategies: by Model or name of one, how it is held over the devices of the cluster. A derived Model is held as its
-            base is unless it is named itself.
-        strategy: of all other Models; by default parameters, gradients and optimiser are sharded over all devices.
+        strategies: by Model or name of one, how it is held over devices. A derived Model is held as its base is unless it is
+            named itself. Where the compiler places calls, they are pins.
+        strategy: of all other Models; by default parameters, gradients and optimiser are sharded over all devices. "auto": the
+            compiler places all calls.
+        pin: parts of the placement that are fixed by hand: by Ref, label of a call, Model or name of one, a ``Mesh``, a
+            ``Strategy`` or a ``Pin``.
+        lengths: tokens of a row, as they are expected.
+        calibration: rates that were measured (``flowrl calibrate``); by default those of data sheets.
+        runtime: what will run the plan: with "local" and "spmd" every call is placed on all devices, each Model in one layout.
+        what_if: whether to find out also what other clusters and workloads would take.
 
     Raises:
         CheckError: the flow breaks rules; all of them are in the message.
-        FlowError: ``micro_batch_tokens`` is not a positive number, ``cluster`` is no Cluster, or strategies do not fit the
-            flow or the cluster.
+        FlowError: ``micro_batch_tokens`` is not a positive number, ``cluster`` is no Cluster, strategies or pins do not fit the
+            flow or the cluster, or a Model's configuration cannot be read.
+        PlacementError: nothing fits: why, with numbers, and the smallest change that would do.
     """
     if not is_whole(micro_batch_tokens, 1):
         raise FlowError(
@@ -62,9 +85,25 @@ def compile(
         )
     flow.check().raise_if_broken()
     cluster = cluster_of(cluster)
-    held = strategies_of(flow.models, cluster, strategies, Strategy() if strategy is None else strategy)
-    check_teachers(flow, held)
     elided = elided_calls(flow)
+    mapping = None
+    if strategy == "auto" or (strategy is None and is_placed(cluster, runtime)) or pin:
+        from flowrl.compiler.placed_flow import placed_flow
+
+        held, mapping = placed_flow(
+            flow,
+            cluster,
+            elided,
+            strategies=strategies_by_name(strategies),
+            pin=pin,
+            lengths=lengths,
+            calibration=calibration,
+            runtime=runtime,
+            what_if=what_if,
+        )
+    else:
+        held = strategies_of(flow.models, cluster, strategies, Strategy() if strategy is None else strategy)
+    check_teachers(flow, held)
     order = flow.execution_order()
     plan = Plan(
         calls=tuple(_planned_call(flow, call, cluster, elided) for call in order),
@@ -78,6 +117,7 @@ def compile(
         micro_batch_tokens=micro_batch_tokens,
         device=cluster.device,
         num_devices=cluster.num_devices,
+        mapping=mapping,
     )
     graph = flow.graph
     for label in elided:
@@ -93,6 +133,14 @@ def compile(
         plan=plan,
         graph_svg=graph_svg(graph),
     )
+
+
+def is_placed(cluster: Cluster, runtime: str | None = None) -> bool:
+    """Whether the compiler places calls without being asked: on several nodes, pools, or GPUs whose name says what they can
+    do, unless a runtime is named that runs every call on all devices."""
+    known = any(pool.device.name not in ("CPU", "cuda") for pool in cluster.pools)
+    several = len(cluster.pools) > 1 or any(pool.nodes > 1 for pool in cluster.pools)
+    return runtime not in EVERYWHERE and (known or several)
 
 
 def _planned_call(flow: RLFlow, call: Call, cluster: Cluster, elided: Mapping[str, str]) -> PlannedCall:
@@ -227,6 +275,10 @@ def strategies_of(models: Sequence[BaseModel], cluster: Cluster, given: Any, def
         model, own = known[name], base_of(known[name])
         on, products = own.device or cluster.device, own.autocast or own.dtype
         problems += [f"{name}: {text}" for text in strategy.problems(cluster.num_devices, device=on, dtype=products)]
+        if is_whole(strategy.pipeline_parallel, 2):
+            problems.append(
+                f"{name}: pipeline_parallel is {strategy.pipeline_parallel}; expected 1: the {own.engine} engine has no stages"
+            )
         if not list(strategy.problems()):
             of_adapter = strategy_problems(own.lora, own.quantization, strategy, cluster.num_devices)
             problems += [f"{name}: {text}" for text in of_adapter]

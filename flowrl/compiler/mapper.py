@@ -13,7 +13,7 @@ from flowrl.compiler.flow_units import FlowUnit, FlowUnits, Lengths, source_mode
 from flowrl.compiler.model_architecture import architecture_of
 from flowrl.compiler.options import options_of
 from flowrl.compiler.pins import Pin
-from flowrl.compiler.placement import BUDGET, EXACT_BUDGET, Placed, PlacementError, place
+from flowrl.compiler.placement import ASIDE, BUDGET, EXACT_BUDGET, Placed, PlacementError, place
 from flowrl.compiler.precision import Precision
 from flowrl.compiler.problem import RESERVE, Option, Problem, Unit
 from flowrl.errors import FlowError
@@ -22,8 +22,6 @@ from flowrl.models import BaseModel
 
 #: Nodes of a cluster that is tried when one is too small: so many times as many.
 LARGER = (2, 4, 8, 16)
-#: Ratings of a search that only asks what something else would cost.
-ASIDE = 1500
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,9 @@ def options_of(
         for other, kept_in in beside:
             share = table.tensor * table.pipeline
             held = held + other.num_parameters() * kept_in.weights / share
-            ratio = other.flops_forward(work) / architecture.flops_forward(work)
-            seconds = seconds + table.compute * ratio / (4 if table.checkpointing.any() else 3)
+            length = work.prompt_tokens + work.response_tokens
+            forward = other.flops_forward(work.tokens, length, predicted=work.tokens) * work.epochs
+            seconds = seconds + table.compute * (forward / table.flops)
         fits = held + transient <= limit
         load = 0.0 if read else (2.0 if work.kind == "train" else 1.0)
         moves = work.kind == "train" or read
@@ -67,6 +68,8 @@ def options_of(
         all_rows = np.flatnonzero(fits)
         kept = _worth(table, seconds, held, transient, margin, all_rows)
         found += _options(table, kept, pool, seconds, held, transient)
+        if here.device.kind == "cpu":  # whose memory is the host's
+            continue
         # The same with nothing held between calls: loading costs time, and all is needed only while it runs.
         loaded, none, everything = (
             seconds + held * load / here.device.host_bandwidth,

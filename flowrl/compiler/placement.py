@@ -14,6 +14,8 @@ from flowrl.errors import FlowError
 #: Ratings of the search, and partial assignments of branch and bound; a plan for equal inputs is equal, so no clock counts.
 BUDGET = 6000
 EXACT_BUDGET = 60_000
+#: Ratings of a search that only asks what something else would cost.
+ASIDE = 1500
 #: Devices up to which branch and bound is tried.
 EXACT_DEVICES = 64
 #: Seeds that are improved, of each shape.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flowrl.compiler.mapping import Mapping as DeviceMapping
 from flowrl.compiler.strategy import Strategy
 from flowrl.errors import FlowError, nearest
 from flowrl.models import BaseModel, State
@@ -19,7 +20,7 @@ from flowrl.models import BaseModel, State
 if TYPE_CHECKING:
     from flowrl.nodes.base import Node
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Plan:
         micro_batch_tokens: token budget of one forward pass in training and scoring.
         device: what the calls run on.
         num_devices: how many of them, a rank each.
+        mapping: where every call runs and what that costs, where the compiler has placed them; None where all run on all
+            devices with the strategies that were given.
     """
 
     calls: tuple[PlannedCall, ...]
@@ -116,6 +119,7 @@ class Plan:
     micro_batch_tokens: int
     device: str
     num_devices: int = 1
+    mapping: DeviceMapping | None = None
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
@@ -136,6 +140,8 @@ class Plan:
             raise _not_a_plan(error) from None
         if version != SCHEMA_VERSION:
             raise FlowError("This plan is of another version", expected=f"schema {SCHEMA_VERSION}", received=version)
+        from flowrl.compiler.plan_diff import mapping_from_json
+
         try:
             return cls(
                 calls=tuple(PlannedCall(**_tuples(c)) for c in raw["calls"]),
@@ -147,6 +153,7 @@ class Plan:
                 micro_batch_tokens=raw["micro_batch_tokens"],
                 device=raw["device"],
                 num_devices=raw["num_devices"],
+                mapping=None if raw["mapping"] is None else mapping_from_json(raw["mapping"]),
             )
         except (KeyError, TypeError) as error:
             raise _not_a_plan(error) from None
@@ -158,6 +165,25 @@ class Plan:
         parts = [(c.label, c.node, c.arguments, c.reads, c.writes) for c in self.calls]
         models = [(m.name, m.kind, m.writer) for m in self.models]
         return hashlib.sha256(json.dumps([parts, models]).encode()).hexdigest()[:16]
+
+    def not_everywhere(self) -> list[str]:
+        """Why this plan cannot be run by ranks that all run every call, a sentence each; empty where it can."""
+        if self.mapping is None:
+            return []
+        found = []
+        meshes = self.mapping.meshes
+        if len(meshes) > 1 or meshes[0].size != self.num_devices:
+            found.append(f"its calls run on {len(meshes)} meshes, not all on all {self.num_devices} devices")
+        staged = sorted({u.model for u in self.mapping.units if u.parallelism.pipeline > 1})
+        if staged:
+            found.append(f"{', '.join(staged)} is cut into pipeline stages")
+        layouts: dict[str, set[int]] = {}
+        for unit in self.mapping.units:
+            layouts.setdefault(unit.model, set()).add(unit.parallelism.tensor)
+        several = sorted(name for name, found_here in layouts.items() if len(found_here) > 1)
+        if several:
+            found.append(f"{', '.join(several)} changes its layout between calls")
+        return found
 
     def explain(self) -> str:
         """The plan in words: what runs in which order, what reads which weights, what was left out and why."""
@@ -187,7 +213,39 @@ class Plan:
                 + (f"; {held}" if held else "")
             )
         lines.append(f"Training and scoring run in micro-batches of at most {self.micro_batch_tokens} tokens.")
+        if self.mapping is not None:
+            from flowrl.compiler.explain import explain
+
+            lines += ["", explain(self.mapping)]
         return "\n".join(lines)
+
+    def diff(self, other: Plan) -> str:
+        """What the other plan does differently, a line each; "" for equal plans."""
+        from flowrl.compiler.plan_diff import diff
+
+        return diff(self, other)
+
+    def html(self) -> str:
+        """A page by itself: where calls run, the timeline, and the explanation.
+
+        Raises:
+            FlowError: the compiler has placed nothing.
+        """
+        from flowrl.drawing.placement import mapping_html
+
+        if self.mapping is None:
+            raise FlowError(
+                "This plan has no mapping to devices",
+                expected="a plan that the compiler has placed",
+                received=f"one whose calls all run on {self.num_devices} × {self.device}",
+                do='compile(flow, cluster, strategy="auto")',
+            )
+        return mapping_html(self.mapping)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """What Jupyter shows: the page where there is a map of devices, else the explanation."""
+        bundle = {"text/plain": self.explain()}
+        return bundle if self.mapping is None else {**bundle, "text/html": self.html()}
 
 
 def describe_strategy(strategy: Strategy, num_ranks: int) -> str:

@@ -108,9 +108,18 @@ def _pass_flops(s: Setting, tokens: Floats, causal: float) -> tuple[Floats, Floa
         attending, again = 1.0 + ATTENTION_BACKWARD, (grid.checkpointing == 1).astype(np.float64)
         of_head = matmul
     head = of_head * a.head_flops(1.0, work.head) * tokens * work.response_tokens / length
-    inner = (matmul + again) * 2.0 * tokens * shares.matmul + (attending + again) * attention * shares.layers
-    last = (matmul + again) * 2.0 * tokens * shares.last_matmul + (attending + again) * attention * shares.last_layers
-    return inner, last + head
+    products = 2.0 * tokens * (matmul + again * recomputed_share(a, s.precision))
+    attention = (attending + again) * attention
+    inner = products * shares.matmul + attention * shares.layers
+    return inner, products * shares.last_matmul + attention * shares.last_layers + head
+
+
+def recomputed_share(a: Architecture, precision: Precision) -> float:
+    """Of the products of a forward pass, those that checkpointing computes again."""
+    if precision.fused:  # Megatron-LM's runs the whole layer
+        return 1.0
+    layers = range(a.num_layers)
+    return sum(map(a.layer_recomputed, layers)) / sum(map(a.layer_matmul, layers))
 
 
 def unit_flops(s: Setting) -> Floats:
@@ -128,7 +137,7 @@ def unit_flops(s: Setting) -> Floats:
         return np.full(len(grid), matmul + attention + head)
     factor = 2.0 if s.precision.adapter_parameters else 3.0
     once = factor * (matmul + head) + (1.0 + ATTENTION_BACKWARD) * attention
-    return once + (grid.checkpointing == 1) * (matmul + attention)
+    return once + (grid.checkpointing == 1) * (recomputed_share(a, s.precision) * matmul + attention)
 
 
 def _tensor_sums(s: Setting, tokens: Floats, passes: Floats | float) -> Floats:

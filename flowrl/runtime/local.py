@@ -20,7 +20,7 @@ from typing import Any
 from flowrl import context
 from flowrl.batches import Batch, Rewards
 from flowrl.compiler.plan import Program
-from flowrl.errors import ExhaustedError, FlowError, NonFiniteError, UnsupportedError, nearest
+from flowrl.errors import ExhaustedError, FlowError, NonFiniteError, nearest
 from flowrl.models import BaseModel, DerivedModel, Ema, Frozen, Model, Snapshot, State
 from flowrl.runtime import checkpoint as ckpt
 from flowrl.runtime.background import Background
@@ -30,6 +30,7 @@ from flowrl.runtime.interpreter import Iteration, run_iteration
 from flowrl.runtime.metrics import MetricsLog, SampleLog, sample_rows
 from flowrl.runtime.progress import Progress as Display
 from flowrl.runtime.ranks import ONE_RANK, Ranks, is_lost, is_told
+from flowrl.runtime.refusals import refuse_meshes, refuse_staleness
 from flowrl.runtime.resuming import begin
 from flowrl.runtime.run_folder import RunFolder
 from flowrl.runtime.run_state import EvaluationPlan, Outcome, RunState, Settings, Status
@@ -90,6 +91,7 @@ class LocalRuntime:
         #: By name of the evaluation, the first and the latest result.
         self.results: dict[str, list[EvaluationResult]] = {e.name: [] for e in evaluations}
         refuse_staleness(program)
+        refuse_meshes(program)
 
     def open(self) -> None:
         """Load every Model. Derived ones come after their base: a frozen copy must see the weights of step 0."""
@@ -385,19 +387,3 @@ class LocalRuntime:
             self.state = ckpt.load_checkpoint(
                 path, identity=self.identity, models=self.changing, states=self.states, bindings=self.bindings
             )
-
-
-def refuse_staleness(program: Program) -> None:
-    """This runtime runs every reader at the version of its iteration.
-
-    Raises:
-        UnsupportedError: a reader asks for ``max_staleness`` above 0.
-    """
-    stale = [e for e in program.plan.weight_edges if e.max_staleness > 0]
-    if stale:
-        raise UnsupportedError(
-            f"{stale[0].reader} asks for max_staleness={stale[0].max_staleness}",
-            expected="max_staleness=0 on the local runtime, which runs one iteration after the other",
-            received=stale[0].max_staleness,
-            do="leave max_staleness out",
-        )

@@ -20,6 +20,7 @@ from flowrl.compiler.schedule import (
     utilisation,
     warm_up,
 )
+from tests.compiler.mappings import pools_of
 from tests.compiler.problems import assignments, choice, problem, unit
 
 Placed = tuple[Problem, list[Choice]]
@@ -52,12 +53,10 @@ def mapping_of(task: Problem, choices: list[Choice], cost: Cost, iterations: int
         )
         for label, c, seconds in zip(labels, choices, cost.seconds, strict=True)
     )  # fmt: skip
-    pools = tuple(task.cluster.pools)
-    slots = simulate(task, choices, cost, iterations)
-    critical = tuple(labels[u] for u in cost.critical)
     return Mapping(
-        pools, (), units, (), stretches, slots, cost.period, critical, cost.critical_span, cost.period, True, 1
-    )  # type: ignore[arg-type]  # a Pool has all fields of a PlannedPool
+        pools_of(task.cluster), (), units, (), stretches, simulate(task, choices, cost, iterations), cost.period,
+        tuple(labels[u] for u in cost.critical), cost.critical_span, cost.period, True, 1,
+    )  # fmt: skip
 
 
 def _covers(on: Choice, pool: int, start: int, stop: int) -> bool:
@@ -68,7 +67,7 @@ def _covers(on: Choice, pool: int, start: int, stop: int) -> bool:
 
 
 @given(assignments())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_an_event_simulation_reaches_the_period(placed: Placed) -> None:
     """It starts cold, and knows neither edges with lags nor cycles."""
     task, choices, cost = without_moves(placed)
@@ -98,7 +97,7 @@ def measured_period(task: Problem, choices: list[Choice], cost: Cost) -> float:
 
 
 @given(assignments())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_timeline_keeps_every_rule(placed: Placed) -> None:
     task, choices = placed
     task = replace(task, units=tuple(replace(u, weight_bytes=3e9) for u in task.units))
@@ -127,7 +126,7 @@ def test_the_timeline_keeps_every_rule(placed: Placed) -> None:
 
 
 @given(assignments())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_cycle_that_binds_is_one_unbroken_chain(placed: Placed) -> None:
     task, choices, cost = without_moves(placed)
     mapping = mapping_of(task, choices, cost)
@@ -139,7 +138,7 @@ def test_the_cycle_that_binds_is_one_unbroken_chain(placed: Placed) -> None:
 
 
 @given(assignments())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_busy_and_idle_are_the_whole_period(placed: Placed) -> None:
     task, choices, cost = without_moves(placed)
     mapping = mapping_of(task, choices, cost)
