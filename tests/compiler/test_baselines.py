@@ -14,7 +14,7 @@ from tests.compiler.brute_force import assignments, optimum
 from tests.compiler.random_problems import random_problem
 
 SAME = 1e-9
-SEEDS = range(0, 40)
+SEEDS = range(0, 25)
 
 
 def hybridflow_space(problem: Problem) -> float | None:
@@ -82,10 +82,12 @@ def test_the_chain_comes_near_the_optimum_and_is_never_better(seed: int) -> None
 
 
 def test_the_same_seed_draws_the_same_chain() -> None:
-    problem = random_problem(1)
-    one, again, other = (real_mcmc(problem, seconds=60, steps=50, seed=seed) for seed in (5, 5, 6))
-    assert one.choices == again.choices
-    assert (one.choices, one.period) != (other.choices, other.period) or one.choices is None
+    differ = []
+    for problem in map(random_problem, range(10)):
+        one, again, other = (real_mcmc(problem, seconds=60, steps=50, seed=seed).choices for seed in (5, 5, 6))
+        assert one == again
+        differ.append(one != other)
+    assert any(differ)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
