@@ -106,9 +106,9 @@ def _source(problem: Problem, unit: int) -> WeightEdge | None:
 
 
 def _shares_with_writer(problem: Problem, choices: Sequence[Choice], unit: int) -> bool:
-    """Whether a reader of the newest weights finds them where it runs, cut as it wants them."""
+    """Whether a reader of the newest weights finds them where it runs, cut as it wants them, and leaves them there."""
     edge = _source(problem, unit)
-    if edge is None or edge.staleness:
+    if edge is None or edge.staleness or choices[unit].option.offload:
         return False
     writer, reader = choices[edge.writer], choices[unit]
     return writer.mesh == reader.mesh and _shard(writer) == _shard(reader) and not writer.option.offload
@@ -123,8 +123,16 @@ def _same_copy(problem: Problem, choices: Sequence[Choice], u: int, v: int) -> b
         return False
     edges = [_source(problem, unit) for unit in (u, v)]
     lags = [edge.staleness if edge else None for edge in edges]
-    on_writers_mesh = [e is not None and e.staleness == 0 and choices[e.writer].mesh == a.mesh for e in edges]
-    return lags[0] == lags[1] and not any(on_writers_mesh)
+    return lags[0] == lags[1] and not any(_passing(problem, choices, w) for w in (u, v))
+
+
+def _passing(problem: Problem, choices: Sequence[Choice], unit: int) -> bool:
+    """Whether a reader's weights are there only while it runs: regrouped from the trainer's, or given anew each time."""
+    edge = _source(problem, unit)
+    if edge is None:
+        return False
+    regrouped = edge.staleness == 0 and choices[edge.writer].mesh == choices[unit].mesh
+    return choices[unit].option.offload or (regrouped and not _shares_with_writer(problem, choices, unit))
 
 
 def _moves(problem: Problem, choices: Sequence[Choice]) -> list[float]:
@@ -185,17 +193,12 @@ def _overfull(problem: Problem, choices: Sequence[Choice]) -> float:
 
 def _bytes(problem: Problem, choices: Sequence[Choice], units: Sequence[int]) -> float:
     """What one device must hold that all of ``units`` run on."""
-    lasting, passing = [], 0.0
+    lasting, most = [], 0.0
     for u in units:
-        option, edge = choices[u].option, _source(problem, u)
-        if _shares_with_writer(problem, choices, u):  # it brings nothing, and unpacks nothing, that is not there
-            passing = max(passing, option.transient - (option.weights if option.offload else 0.0))
-        elif edge is not None and edge.staleness == 0 and choices[edge.writer].mesh == choices[u].mesh:
-            passing = max(
-                passing, option.transient + (0.0 if option.offload else option.weights)
-            )  # regrouped, then dropped
-        else:
-            passing = max(passing, option.transient)
-            if not any(_same_copy(problem, choices, u, v) for v in lasting):
-                lasting.append(u)
-    return sum(choices[u].option.held for u in lasting) + passing
+        option = choices[u].option
+        passing = _passing(problem, choices, u)
+        most = max(most, option.transient + (option.weights if passing and not option.offload else 0.0))
+        brought = passing or _shares_with_writer(problem, choices, u)
+        if not brought and not any(_same_copy(problem, choices, u, v) for v in lasting):
+            lasting.append(u)
+    return sum(choices[u].option.held for u in lasting) + most

@@ -139,7 +139,7 @@ def plan_as_json(choices: tuple[Choice, ...] | None) -> str:
 
 
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
-    seeds = list(FEW)[::3]
+    seeds = list(FEW)[::6]
     code = f"""
 from tests.compiler.random_problems import random_problem
 from tests.compiler.test_optimality import plan_as_json, plan_or_none
@@ -156,10 +156,10 @@ for seed in {seeds}:
             text=True,
             check=True,
         ).stdout
-        for hash_seed in ("0", "1", "4021")
+        for hash_seed in ("0", "4021")
     ]
     assert len(outputs[0].splitlines()) == len(seeds)
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] == outputs[1]
 
 
 def test_a_pin_is_kept_and_never_makes_a_plan_better() -> None:
