@@ -353,11 +353,11 @@ def copies(problem: Problem, choices: Sequence[Choice]) -> list[tuple[object, ..
             keys.append(("held", unit.weights, choice.mesh, layout, choice.option.offload, 0))
         else:
             writer = choices[edge.writer]
-            if choice.option.offload:
+            here = edge.staleness == 0 and writer.mesh == choice.mesh
+            if here and writer.option.parallelism.layout == layout and not writer.option.offload:
+                keys.append(("trained", unit.weights))
+            elif here or choice.option.offload:
                 keys.append(("regrouped", unit.weights, u))
-            elif edge.staleness == 0 and writer.mesh == choice.mesh:
-                same = writer.option.parallelism.layout == layout and not writer.option.offload
-                keys.append(("trained", unit.weights) if same else ("regrouped", unit.weights, u))
             else:
                 keys.append(("held", unit.weights, choice.mesh, layout, choice.option.offload, edge.staleness))
     return keys

@@ -108,7 +108,7 @@ def _source(problem: Problem, unit: int) -> WeightEdge | None:
 def _shares_with_writer(problem: Problem, choices: Sequence[Choice], unit: int) -> bool:
     """Whether a reader of the newest weights finds them where it runs, cut as it wants them, and leaves them there."""
     edge = _source(problem, unit)
-    if edge is None or edge.staleness or choices[unit].option.offload:
+    if edge is None or edge.staleness:
         return False
     writer, reader = choices[edge.writer], choices[unit]
     return writer.mesh == reader.mesh and _shard(writer) == _shard(reader) and not writer.option.offload
@@ -132,7 +132,7 @@ def _passing(problem: Problem, choices: Sequence[Choice], unit: int) -> bool:
     if edge is None:
         return False
     regrouped = edge.staleness == 0 and choices[edge.writer].mesh == choices[unit].mesh
-    return choices[unit].option.offload or (regrouped and not _shares_with_writer(problem, choices, unit))
+    return not _shares_with_writer(problem, choices, unit) and (regrouped or choices[unit].option.offload)
 
 
 def _moves(problem: Problem, choices: Sequence[Choice]) -> list[float]:
@@ -160,7 +160,8 @@ def _transfer(problem: Problem, total: float, writer: Choice, reader: Choice) ->
     if writer.mesh == reader.mesh:
         together = max(round(total / part(writer)), reader.option.parallelism.tensor)
         link = _link(pools[reader.mesh.pool], reader.mesh.start, min(reader.mesh.size, together))
-        return from_host + max(0.0, part(reader) - part(writer)) / link.bandwidth + link.latency
+        missing = part(reader) - _kept(total, _shard(writer), _shard(reader))
+        return from_host + (missing / link.bandwidth + link.latency if missing > 0 else 0.0)
     if writer.mesh.pool == reader.mesh.pool:
         start = min(writer.mesh.start, reader.mesh.start)
         stop = max(m.start + m.size for m in (writer.mesh, reader.mesh))
@@ -169,6 +170,21 @@ def _transfer(problem: Problem, total: float, writer: Choice, reader: Choice) ->
         link = min((pools[c.mesh.pool].tiers[-1] for c in (writer, reader)), key=lambda tier: tier.bandwidth)
     each_sends = total / (writer.mesh.size * link.bandwidth)
     return from_host + part(reader) / link.bandwidth + each_sends + link.latency
+
+
+def _kept(total: float, old: tuple[int, int, int, bool], new: tuple[int, int, int, bool]) -> float:
+    """Of a rank's new part, what is in its old one: everything, where nothing changes; the common part of two nested cuts,
+    where sharded rows lie anywhere; nothing to count on, where one degree does not divide the other."""
+    if old == new:
+        return total / (new[1] * new[2] * (new[0] if new[3] else 1))
+    kept = total
+    for before, after in zip(old[1:3], new[1:3], strict=True):
+        if max(before, after) % min(before, after):
+            return 0.0
+        kept /= max(before, after)
+    for ranks, sharded in ((old[0], old[3]), (new[0], new[3])):
+        kept /= ranks if sharded else 1
+    return kept
 
 
 def _link(pool: Pool, start: int, count: int):
@@ -197,8 +213,12 @@ def _bytes(problem: Problem, choices: Sequence[Choice], units: Sequence[int]) ->
     for u in units:
         option = choices[u].option
         passing = _passing(problem, choices, u)
-        most = max(most, option.transient + (option.weights if passing and not option.offload else 0.0))
-        brought = passing or _shares_with_writer(problem, choices, u)
+        shares = _shares_with_writer(problem, choices, u)
+        extra = (
+            option.weights if passing and not option.offload else -option.weights if shares and option.offload else 0.0
+        )
+        most = max(most, option.transient + extra)
+        brought = passing or shares
         if not brought and not any(_same_copy(problem, choices, u, v) for v in lasting):
             lasting.append(u)
     return sum(choices[u].option.held for u in lasting) + most

@@ -90,10 +90,10 @@ class TestPlan:
     def test_texts_that_are_no_plans(self) -> None:
         with pytest.raises(FlowError, match="This is not a plan"):
             Plan.from_json("{")
-        for text in ("[]", "3", '{"schema_version": 2}', '{"schema_version": 2, "calls": [{"label": 1}]}'):
+        for text in ("[]", "3", '{"schema_version": 3}', '{"schema_version": 3, "calls": [{"label": 1}]}'):
             with pytest.raises(FlowError, match="This is not a plan"):
                 Plan.from_json(text)
-        with pytest.raises(FlowError, match=r"another version. Expected schema 2. Received 99"):
+        with pytest.raises(FlowError, match=r"another version. Expected schema 3. Received 99"):
             Plan.from_json(replace(compile(grpo(), CPU).plan, schema_version=99).to_json())
 
     def test_equal_flows_have_equal_plans(self) -> None:
@@ -182,11 +182,9 @@ class TestCompile:
             compile(grpo(epochs=0), CPU)
 
     def test_impossible_clusters_and_budgets(self) -> None:
-        with pytest.raises(
-            FlowError, match=r"needs a device. Expected num_devices, a whole number of at least 1. Received 0"
-        ):
+        with pytest.raises(FlowError, match="num_devices is 0; expected a whole number, at least 1"):
             Cluster("cpu", num_devices=0)
-        with pytest.raises(FlowError, match=r"2 ranks cannot share cuda:1.*Do: Cluster\('cuda', num_devices=2\)"):
+        with pytest.raises(FlowError, match=r"2 ranks cannot share cuda:1; .*: Cluster\('cuda', num_devices=2\)"):
             Cluster("cuda:1", num_devices=2)
         with pytest.raises(FlowError, match="micro_batch_tokens"):
             compile(grpo(), CPU, micro_batch_tokens=0)

@@ -209,7 +209,7 @@ def test_arguments_of_the_wrong_type(arguments: dict[str, Any], message: str) ->
 @pytest.mark.parametrize("wrong", [{"device": None}, {"device": ""}, {"num_devices": True}, {"num_devices": "2"}])
 def test_clusters_that_cannot_be(wrong: dict[str, Any]) -> None:
     (value,) = wrong.values()
-    with pytest.raises(FlowError, match=f"A cluster needs a device. Expected .* Received {value!r}"):
+    with pytest.raises(FlowError, match=f"is {value!r}; expected"):
         Cluster(**wrong)
 
 
