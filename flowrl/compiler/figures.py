@@ -11,8 +11,6 @@ from flowrl.drawing.svg import one_line
 
 def seconds(value: float) -> str:
     """``123 s``, ``12.3 s``, ``45.6 ms``, ``0.012 ms``."""
-    if not math.isfinite(value):
-        return "no end of seconds"
     if value == 0 or abs(value) >= 0.9995:
         return f"{_three(value)} s"
     return f"{_three(value * 1e3)} ms"
@@ -34,6 +32,8 @@ def flops(value: float) -> str:
 def share(value: float) -> str:
     """``62 %``, ``0.4 %``."""
     percent = 100 * value
+    if not math.isfinite(percent):
+        return f"{_three(percent)} %"
     return f"{percent:.0f} %" if percent >= 9.5 or percent == 0 else f"{percent:.2g} %"
 
 
@@ -82,6 +82,8 @@ def devices_text(mapping: Mapping, pool: int, start: int, stop: int) -> str:
 
 def _three(value: float) -> str:
     """Three digits; an exponent only where a number is next to nothing."""
+    if not math.isfinite(value):
+        return "∞" if value > 0 else "−∞" if value < 0 else "NaN"
     if abs(value) < 1e-4:
         return f"{value:.2e}" if value else "0"
     digits = 2 - math.floor(math.log10(abs(value)))

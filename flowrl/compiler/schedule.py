@@ -86,11 +86,14 @@ def start_times(problem: Problem, choices: Sequence[Choice], cost: Cost) -> list
 
 def warm_up(mapping: Mapping) -> int:
     """Of the iterations of the timeline, how many begin before it is complete: 0 where iterations do not overlap."""
-    return _warm_up(max((s.stop for s in mapping.slots if s.iteration == 0), default=0.0), mapping.period)
+    last = max((slot.stop for slot in mapping.slots if slot.iteration == 0), default=0.0)
+    count = max((slot.iteration for slot in mapping.slots), default=0)
+    return min(count, _warm_up(last, mapping.period))
 
 
 def _warm_up(last: float, period: float) -> int:
-    return max(0, math.ceil(last / period - _SAME) - 1) if period > 0 else 0
+    periods = last / period if period > 0 else 0.0
+    return max(0, math.ceil(periods - _SAME) - 1) if math.isfinite(periods) else 0
 
 
 def critical_slots(mapping: Mapping) -> tuple[Slot, ...]:
