@@ -27,8 +27,11 @@ from flowrl.batches import (
 )
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.compile import compile
+from flowrl.compiler.mesh import Mesh
+from flowrl.compiler.pins import Pin
 from flowrl.compiler.plan import Plan, Program
 from flowrl.compiler.strategy import Strategy
+from flowrl.compiler.work import Lengths
 from flowrl.context import report, step
 from flowrl.errors import FlowError
 from flowrl.flow import RLFlow, WeightEdge
@@ -138,6 +141,9 @@ __all__ = [
     "Batch",
     "Cluster",
     "Strategy",
+    "Mesh",
+    "Pin",
+    "Lengths",
     "Demonstrations",
     "Ema",
     "Evaluation",

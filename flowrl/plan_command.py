@@ -8,8 +8,9 @@ from typing import Any
 
 from flowrl.calibration import Calibration
 from flowrl.compiler.cluster import Cluster
+from flowrl.compiler.cluster_file import parse_cluster
 from flowrl.compiler.compile import EVERYWHERE, compile
-from flowrl.compiler.flow_units import Lengths
+from flowrl.compiler.work import Lengths
 from flowrl.errors import FlowError
 
 
@@ -18,7 +19,7 @@ class PlanAsked:
     """The flags of ``flowrl plan``.
 
     Args:
-        cluster: as ``Cluster.parse`` reads it; None for this machine.
+        cluster: as :func:`flowrl.compiler.cluster_file.parse_cluster` reads it; None for this machine.
         prompt_tokens, response_tokens, longest_response: see :class:`flowrl.compiler.flow_units.Lengths`.
         calibration: file of rates.
         runtime: what will run the plan.
@@ -52,7 +53,7 @@ def plan_recipe(experiment: Any, asked: PlanAsked) -> str:
     lengths = Lengths(asked.prompt_tokens or defaults.prompt, asked.response_tokens, asked.longest_response)
     program = compile(
         experiment.flow,
-        Cluster.detect() if asked.cluster is None else Cluster.parse(asked.cluster),
+        Cluster.detect() if asked.cluster is None else parse_cluster(asked.cluster),
         strategy="auto",
         strategies=experiment.options.get("strategies"),
         lengths=lengths,

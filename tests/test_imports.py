@@ -38,7 +38,20 @@ LEVELS: list[tuple[str, ...]] = [
     ("weight_edges", "same_rows", "flow", "short_form"),
     ("violations", "checks"),
     ("compiler",),
-    ("preflight", "preparation", "ending", "run", "recipes", "diagnostics", "doctor", "calibrate", "cli", "__main__"),
+    (
+        "preflight",
+        "preparation",
+        "ending",
+        "run",
+        "recipes",
+        "recipe_flags",
+        "plan_command",
+        "diagnostics",
+        "doctor",
+        "calibrate",
+        "cli",
+        "__main__",
+    ),
 ]
 LEAVES = ("display", "drawing", "data", "serve", "runtime")
 HEAVY = ("torch", "transformers", "vllm", "megatron", "ray", "numpy", "pyarrow", "matplotlib", "tensorboard", "IPython")
@@ -170,6 +183,6 @@ def test_public_names() -> None:
         "Judge", "RewardPairs", "BestOfN", "ToFeedback", "MismatchedCompletions", "Updater", "AdamW", "PPOUpdater",
         "GRPOUpdater", "PolicyUpdater", "ValueUpdater", "SFTUpdater",
         # flow, plan, run
-        "RLFlow", "Ref", "WeightEdge", "Cluster", "Strategy", "compile", "Plan", "Program", "run", "RunResult", "Evaluation",
+        "RLFlow", "Ref", "WeightEdge", "Cluster", "Strategy", "Mesh", "Pin", "Lengths", "compile", "Plan", "Program", "run", "RunResult", "Evaluation",
         "Experiment", "recipe", "step", "report", "FlowError",
     }  # fmt: skip

@@ -30,7 +30,7 @@ from flowrl.weight_edges import follower_label, owner
 
 if TYPE_CHECKING:
     from flowrl.calibration import Calibration
-    from flowrl.compiler.flow_units import Lengths
+    from flowrl.compiler.work import Lengths
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
 #: Runtimes whose ranks all run every call.
@@ -140,7 +140,7 @@ def is_placed(cluster: Cluster, runtime: str | None = None) -> bool:
     do, unless a runtime is named that runs every call on all devices."""
     known = any(pool.device.name not in ("CPU", "cuda") for pool in cluster.pools)
     several = len(cluster.pools) > 1 or any(pool.nodes > 1 for pool in cluster.pools)
-    return runtime not in EVERYWHERE and (known or several)
+    return cluster.num_devices > 1 and runtime not in EVERYWHERE and (known or several)
 
 
 def _planned_call(flow: RLFlow, call: Call, cluster: Cluster, elided: Mapping[str, str]) -> PlannedCall:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from flowrl.batches import Preferences
 from flowrl.compiler.problem import WeightEdge
-from flowrl.compiler.work import Kind, Work
-from flowrl.errors import FlowError
+from flowrl.compiler.work import Kind, Lengths, Work
 from flowrl.flow import RLFlow
 from flowrl.graph import Call
 from flowrl.models import BaseModel, DerivedModel, Frozen, Model, ValueHead
@@ -17,39 +15,6 @@ from flowrl.nodes.loss import Loss
 from flowrl.nodes.rollout import Rollout
 from flowrl.nodes.source import Source
 from flowrl.weight_edges import owner
-
-#: Tokens of a prompt where nobody says how many there are.
-DEFAULT_PROMPT_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of a row, as they are expected.
-
-    Args:
-        prompt: mean tokens of a prompt.
-        response: mean tokens of a response; None for the most that the rollout may sample.
-        max_response: of the longest response, which generation waits for; None likewise.
-
-    Raises:
-        FlowError: a length is no positive number, or the mean is above the longest.
-    """
-
-    prompt: float = DEFAULT_PROMPT_TOKENS
-    response: float | None = None
-    max_response: float | None = None
-
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{name} is {value!r}; expected a number above 0"
-            for name, value in vars(self).items()
-            if value is not None
-            and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf)
-        ]
-        if not wrong and self.response and self.max_response and self.response > self.max_response:
-            wrong.append(f"response is {self.response}, more than max_response, which is {self.max_response}")
-        if wrong:
-            raise FlowError("These lengths cannot be: " + "; ".join(wrong))
 
 
 @dataclass(frozen=True)

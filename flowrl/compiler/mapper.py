@@ -9,13 +9,14 @@ from flowrl.calibration import Calibration
 from flowrl.compiler.architecture import Architecture
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.estimate import Estimator
-from flowrl.compiler.flow_units import FlowUnit, FlowUnits, Lengths, source_model, units_of
+from flowrl.compiler.flow_units import FlowUnit, FlowUnits, source_model, units_of
 from flowrl.compiler.model_architecture import architecture_of
 from flowrl.compiler.options import options_of
 from flowrl.compiler.pins import Pin
 from flowrl.compiler.placement import ASIDE, BUDGET, EXACT_BUDGET, Placed, PlacementError, place
 from flowrl.compiler.precision import Precision
 from flowrl.compiler.problem import RESERVE, Option, Problem, Unit
+from flowrl.compiler.work import Lengths
 from flowrl.errors import FlowError
 from flowrl.flow import RLFlow
 from flowrl.models import BaseModel

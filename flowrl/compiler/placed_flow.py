@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from flowrl.compiler.chart import chart
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.compile import EVERYWHERE, base_of
-from flowrl.compiler.flow_units import Lengths
 from flowrl.compiler.mapper import Mapped, Request, map_flow
 from flowrl.compiler.mapping import Mapping as DeviceMapping
 from flowrl.compiler.pins import pins_by_label
 from flowrl.compiler.strategy import Strategy
 from flowrl.compiler.what_if import what_ifs
+from flowrl.compiler.work import Lengths
 from flowrl.flow import RLFlow
 from flowrl.models import BaseModel, DerivedModel
 

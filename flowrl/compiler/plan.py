@@ -231,7 +231,7 @@ class Plan:
         Raises:
             FlowError: the compiler has placed nothing.
         """
-        from flowrl.drawing.placement import mapping_html
+        from flowrl.drawing.mapping_page import mapping_html
 
         if self.mapping is None:
             raise FlowError(

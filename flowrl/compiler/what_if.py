@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowrl.compiler.cluster import Cluster
-from flowrl.compiler.flow_units import Lengths, units_of
+from flowrl.compiler.flow_units import units_of
 from flowrl.compiler.mapper import Request, map_flow
 from flowrl.compiler.mapping import Alternative
 from flowrl.compiler.placement import ASIDE, PlacementError
+from flowrl.compiler.work import Lengths
 from flowrl.errors import FlowError
 
 
