@@ -40,8 +40,10 @@ def assignments(draw: st.DrawFn) -> tuple[Problem, list[Choice]]:
     cluster = Cluster("H100", nodes=draw(st.integers(1, 3)), gpus_per_node=draw(st.sampled_from([1, 2, 4])))
     count = draw(st.integers(1, 7))
     pairs = [(u, v) for v in range(count) for u in range(v)]
-    data = [pair for pair in pairs if draw(st.booleans())]
-    writers = [u for u in range(count) if draw(st.integers(0, 3)) == 0]
+    # Few edges and small meshes as often as many and large ones: what waits for nothing else shows each rule by itself.
+    density, largest = draw(st.integers(0, 3)), draw(st.sampled_from([1, 1, 2, 12]))
+    data = [pair for pair in pairs if draw(st.integers(1, 4)) <= density]
+    writers = [u for u in range(count) if draw(st.integers(0, 2)) == 0]
     units = [unit(f"u{u}", f"m{u}", "train" if u in writers else "score") for u in range(count)]
     weights: list[WeightEdge] = []
     for reader in range(count):
@@ -56,7 +58,7 @@ def assignments(draw: st.DrawFn) -> tuple[Problem, list[Choice]]:
             units[reader] = replace(units[reader], weights=units[writer].weights, model=units[writer].model)
     choices = []
     for _ in units:
-        size = draw(st.sampled_from(cluster.sizes()))
+        size = draw(st.sampled_from([n for n in cluster.sizes() if n <= largest]))
         mesh = draw(st.sampled_from(list(cluster.meshes(size))))
         seconds = draw(st.integers(1, 12))
         option = Option(0, size, Parallelism(data=size), float(seconds), 0.0, 0.0, 0.0)

@@ -193,6 +193,15 @@ def test_sampling_and_training(staleness: int, apart: bool, period: float, criti
     assert start_times(task, choices, cost) == [0.0, 5.0]
 
 
+def test_a_writer_waits_for_readers_whose_output_it_does_not_need() -> None:
+    """A critic's values that only an advantage reads, say: its weights are not changed under it."""
+    units = [unit("values", kind="score"), unit("update", kind="train")]
+    for staleness, period in [(0, 8.0), (1, 5.0)]:
+        task = problem(Cluster("H100", gpus_per_node=2), units, [], [WeightEdge(1, 0, staleness)])
+        task, choices, cost = without_moves((task, [choice(0, 1, 5.0), choice(1, 1, 3.0)]))
+        assert cost.period == period == measured_period(task, choices, cost)
+
+
 def test_iterations_overlap_within_the_staleness() -> None:
     task, choices, cost = generate_and_train(staleness=1, apart=True)
     mapping = mapping_of(task, choices, cost, iterations=2)
