@@ -41,16 +41,19 @@ class EngineFit:
     """What was fitted to the rates of an engine.
 
     Args:
-        passes: by kind: "prefill", "score", "train".
-        decode: of a step, its layers; with a factor on weights and products.
-        row_seconds: of a decoding step, for each row.
+        prefill, score, train, decode: by kind of pass.
+        rows: of a decoding step, the most that were measured.
+        row_seconds: of a decoding step, for each row up to these.
+        row_seconds_beyond: for each row more.
     """
 
     prefill: Pass
     score: Pass
     train: Pass
     decode: Pass
+    rows: float
     row_seconds: float
+    row_seconds_beyond: float
 
 
 def calibrated_cluster(cluster: Cluster, calibration: Calibration | None) -> Cluster:
@@ -150,25 +153,27 @@ def _fit(rates: tuple[Rate, ...], prefills: list[Rate], analytic: _Analytic) -> 
             passes = 1.0 if name == "score" else 3.0
             scale = measured.seconds / (passes * base + prefill.factor * products)
             found[name] = Pass(scale * prefill.factor, scale * base / layers)
-    decode, row = _decode(rates, prefills, analytic)
-    return EngineFit(prefill, found["score"], found["train"], decode, row)
+    return EngineFit(prefill, found["score"], found["train"], *_decode(rates, prefills, prefill, analytic))
 
 
-def _decode(rates: tuple[Rate, ...], prefills: list[Rate], analytic: _Analytic) -> tuple[Pass, float]:
-    """Seconds of a step by rows: a line, of which the weights that a step reads are a part."""
-    steps: list[tuple[float, float]] = []
+def _decode(
+    rates: tuple[Rate, ...], prefills: list[Rate], prefill: Pass, analytic: _Analytic
+) -> tuple[Pass, float, float, float]:
+    """What a step takes beside reading weights, or products: a line by rows. Beyond the rows that were measured products are no
+    longer small, and a row more takes what a token of a prompt does, and its logits."""
+    a, beside = analytic.architecture, []
     for rate in (r for r in rates if r.name == "generate"):
         rows, new = int(rate.conditions["rows"]), int(rate.conditions["new_tokens"])
         alike = [p for p in prefills if p.conditions["rows"] == rows]
         if alike and new > 1:
-            steps.append((rows, max(rate.seconds - alike[0].seconds, 0.0) / (new - 1)))
-    if not steps:
-        return Pass(), 0.0
-    base, row = _line(steps)
-    a = analytic.architecture
-    read = analytic.weight_bytes * a.active_parameters() / analytic.memory
-    products = a.flops_forward(1.0, 1.0, predicted=1.0) / analytic.flops
-    return Pass(1.0, max(base - read, 0.0) / a.num_layers), max(row - products, 0.0)
+            step = (rate.seconds - alike[0].seconds) / (new - 1)
+            beside.append((float(rows), max(step - analytic.forward(rows, 1.0, rows), 0.0)))
+    if not beside:
+        return Pass(), 0.0, 0.0, 0.0
+    base, row = _line(beside) if len(beside) > 1 else (beside[0][1], 0.0)
+    token = a.flops_forward(1.0, 1.0, predicted=1.0) / analytic.flops
+    beyond = min(row, max(prefill.factor - 1.0, 0.0) * token)
+    return Pass(1.0, base / a.num_layers), max(beside)[0], row, beyond
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:

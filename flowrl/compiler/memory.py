@@ -115,7 +115,7 @@ def _saved_fused(a: Architecture, precision: Precision, moe: bool) -> tuple[floa
 
 
 def _activations(a: Architecture, work: Work, precision: Precision, grid: Grid, shares: Shares) -> Floats:
-    length = work.prompt_tokens + work.response_tokens
+    length = (work.prompt_tokens + work.response_tokens) * precision.computed_share(work)
     rows = np.ceil(rows_of_rank(work, grid.data) / grid.micro_batches)
     tensor = grid.tensor.astype(np.float64)
     if work.kind != "train":  # the widest moment of one layer: residual, what a product reads and gives

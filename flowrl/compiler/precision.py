@@ -9,6 +9,7 @@ from flowrl.models import DerivedModel, Model
 
 if TYPE_CHECKING:
     from flowrl.compiler.architecture import Architecture
+    from flowrl.compiler.work import Work
     from flowrl.models import BaseModel
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -35,6 +36,7 @@ class Precision:
         fused: whether kernels are fused as Megatron-LM's are, and the parts of a layer between its matrix products are split
             over the tensor-parallel ranks (sequence parallelism, arXiv 2205.05198); else modules are those of transformers.
         logit_positions: tokens whose logits exist at once; 0 for all of a micro-batch.
+        shares_prompts: whether rows of one prompt share its computation in scoring and training too.
     """
 
     weights: float = 4.0
@@ -47,6 +49,12 @@ class Precision:
     adapter_parameters: int = 0
     fused: bool = False
     logit_positions: int = 512
+    shares_prompts: bool = False
+
+    def computed_share(self, work: Work) -> float:
+        """Of the tokens of all rows, those that a scoring or training pass computes: a prompt that is shared once."""
+        group = work.group_size if self.shares_prompts else 1
+        return (work.prompt_tokens / group + work.response_tokens) / (work.prompt_tokens + work.response_tokens)
 
     @property
     def activation(self) -> int:
@@ -80,8 +88,9 @@ class Precision:
             optimizer=2 * trained,
             residual=held,
             cast=BYTES[product] if product != base.dtype and base.quantization is None else 0.0,
-            cache=held,
+            cache=BYTES[product],
             adapter_parameters=adapters,
+            shares_prompts=True,
         )
 
     @classmethod

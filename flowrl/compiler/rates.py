@@ -78,8 +78,15 @@ class Rates:
             if architecture is not None:
                 fit = engine_fit(calibration, kind, dtype, flops, memory, architecture)
         if fit is not None:
-            return cls(flops, memory, 0.0, 0.0, fit.row_seconds, fit)
+            return cls(flops, memory, 0.0, 0.0, 0.0, fit)
         return cls(flops, memory, LAYER_SECONDS[kind], DECODE_LAYER_SECONDS[kind], ROW_SECONDS[kind])
+
+    def rows_seconds(self, rows: Floats) -> Floats:
+        """Seconds of a decoding step for so many rows, beside its products and what it reads."""
+        if self.fit is None:
+            return rows * self.row_seconds
+        few = np.minimum(rows, self.fit.rows)
+        return few * self.fit.row_seconds + (rows - few) * self.fit.row_seconds_beyond
 
     def passes(self, kind: str) -> Pass:
         """How passes of a kind ("prefill", "decode", "score", "train") differ from FLOP and bytes over rates."""

@@ -71,8 +71,8 @@ def _passes(s: Setting) -> dict[str, Floats]:
     steps = work.optimizer_steps if trains else 1
     m, stages = grid.micro_batches, grid.pipeline
     rows = rows_of_rank(work, grid.data) / m
-    tokens = rows * (work.prompt_tokens + work.response_tokens)
-    flops, last_flops = _pass_flops(s, tokens, s.causal)
+    tokens = rows * (work.prompt_tokens + work.response_tokens) * precision.computed_share(work)
+    flops, last_flops = _pass_flops(s, rows, s.causal)
     measured = s.rates.passes(work.kind)
     compute = measured.factor * np.maximum(flops, last_flops) / (grid.tensor * s.rates.flops)
     # Forward; backward, once for what came in (and once for the weights, which reads none); again where it was checkpointed.
@@ -97,12 +97,13 @@ def _passes(s: Setting) -> dict[str, Floats]:
     )
 
 
-def _pass_flops(s: Setting, tokens: Floats, causal: float) -> tuple[Floats, Floats]:
+def _pass_flops(s: Setting, rows: Floats, causal: float) -> tuple[Floats, Floats]:
     """FLOP of a micro-batch in the stage with the most layers, and in the last one, which has the head; all tensor-parallel
     ranks together. In training, forward and backward."""
     a, work, grid, shares = s.architecture, s.work, s.grid, s.shares
     length = work.prompt_tokens + work.response_tokens
-    attention = causal * tokens * a.attention_flops(1.0, mean_window(a, length))
+    tokens = rows * length * s.precision.computed_share(work)
+    attention = causal * rows * length * a.attention_flops(1.0, mean_window(a, length))
     matmul, again = 1.0, np.zeros(len(grid))
     attending, of_head = 1.0, 1.0
     if work.kind == "train":
@@ -110,7 +111,7 @@ def _pass_flops(s: Setting, tokens: Floats, causal: float) -> tuple[Floats, Floa
         matmul = 2.0 if s.precision.adapter_parameters else 3.0
         attending, again = 1.0 + ATTENTION_BACKWARD, (grid.checkpointing == 1).astype(np.float64)
         of_head = matmul
-    head = of_head * a.head_flops(1.0, work.head) * tokens * work.response_tokens / length
+    head = of_head * a.head_flops(1.0, work.head) * rows * work.response_tokens
     products = 2.0 * tokens * (matmul + again * recomputed_share(a, s.precision))
     attention = (attending + again) * attention
     inner = products * shares.matmul + attention * shares.layers
@@ -133,7 +134,8 @@ def unit_flops(s: Setting) -> Floats:
     length = work.prompt_tokens + work.response_tokens
     if work.kind == "generate":
         return np.full(len(grid), _prefill_flops(a, work, 1.0) + _decode_flops(a, work))
-    matmul = 2.0 * tokens * sum(map(a.layer_matmul, range(a.num_layers)))
+    products = 2.0 * sum(map(a.layer_matmul, range(a.num_layers)))
+    matmul = products * tokens * s.precision.computed_share(work)
     attention = a.num_layers * a.attention_flops(tokens, mean_window(a, length))
     head = a.head_flops(tokens * work.response_tokens / length, work.head)
     if work.kind == "score":
@@ -203,12 +205,12 @@ def _generate(s: Setting) -> dict[str, Floats]:
     # Weights: experts that no row of the wave goes to are not read.
     active = wave / np.minimum(stages, wave)
     touched = 1.0 - (1.0 - a.experts_per_token / a.num_experts) ** active if a.num_experts else 1.0
-    read = (shares.parameters - shares.expert_parameters * (1.0 - touched)) * s.precision.weights
+    read = (shares.parameters - shares.expert_parameters * (1.0 - touched)) * (s.precision.cast or s.precision.weights)
     cached = _cache_read(a, work) * s.precision.cache * of_rank / stages
     cached = cached / (1.0 if a.kv_rank else np.minimum(grid.tensor, a.num_kv_heads))
     reading = (steps * np.minimum(stages, wave) * read + cached) / rates.memory
     kernels = steps * a.num_layers * rates.decode_layer_seconds
-    host = steps * wave * rates.row_seconds
+    host = waves * work.max_response_tokens * rates.rows_seconds(wave * work.response_tokens / work.max_response_tokens)
     memory = np.maximum(np.maximum(reading, kernels) - decode, 0.0) + host
     memory = memory + a.num_layers * (steps * step.layer_seconds + waves * reading_prompts.layer_seconds)
     prompts = wave * work.prompt_tokens / work.group_size
