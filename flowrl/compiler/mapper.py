@@ -13,7 +13,7 @@ from flowrl.compiler.flow_units import FlowUnit, FlowUnits, source_model, units_
 from flowrl.compiler.model_architecture import architecture_of
 from flowrl.compiler.options import options_of
 from flowrl.compiler.pins import Pin
-from flowrl.compiler.placement import ASIDE, BUDGET, EXACT_BUDGET, Placed, PlacementError, place
+from flowrl.compiler.placement import ASIDE, EXACT_BUDGET, Placed, PlacementError, place
 from flowrl.compiler.precision import Precision
 from flowrl.compiler.problem import RESERVE, Option, Problem, Unit
 from flowrl.compiler.work import Lengths
@@ -65,7 +65,7 @@ class Mapped(Built):
     placed: Placed
 
 
-def map_flow(request: Request, *, budget: int = BUDGET, exact_budget: int = EXACT_BUDGET) -> Mapped:
+def map_flow(request: Request, *, budget: int | None = None, exact_budget: int = EXACT_BUDGET) -> Mapped:
     """Place all units of a flow.
 
     Raises:
@@ -134,7 +134,7 @@ def _without_options(built: Built) -> list[FlowUnit]:
     return [u for u, options in zip(built.flow_units.units, built.problem.options, strict=True) if not options]
 
 
-def _place(built: Built, budget: int, exact_budget: int) -> Placed:
+def _place(built: Built, budget: int | None, exact_budget: int) -> Placed:
     if built.request.together:
         from flowrl.compiler.together import place_together
 

@@ -11,8 +11,9 @@ from flowrl.compiler.search import Placement, Search
 from flowrl.compiler.seeds import seeds
 from flowrl.errors import FlowError
 
-#: Ratings of the search, and partial assignments of branch and bound; a plan for equal inputs is equal, so no clock counts.
-BUDGET = 6000
+#: Ratings of the search for each pair of units; a plan for equal inputs is equal, so no clock counts.
+BUDGET_OF_PAIR = 60
+#: Partial assignments that branch and bound may look at.
 EXACT_BUDGET = 60_000
 #: Ratings of a search that only asks what something else would cost.
 ASIDE = 1500
@@ -49,11 +50,11 @@ class Placed:
     by_shape: tuple[tuple[str, tuple[Choice, ...], float], ...]
 
 
-def place(problem: Problem, *, budget: int = BUDGET, exact_budget: int = EXACT_BUDGET) -> Placed:
+def place(problem: Problem, *, budget: int | None = None, exact_budget: int = EXACT_BUDGET) -> Placed:
     """The best assignment that is found.
 
     Args:
-        budget: ratings of the search.
+        budget: ratings of the search; by default so many as the square of the number of units asks for.
         exact_budget: partial assignments that branch and bound may look at; 0 leaves it out.
 
     Raises:
@@ -62,7 +63,7 @@ def place(problem: Problem, *, budget: int = BUDGET, exact_budget: int = EXACT_B
     lost = [u.label for u, options in zip(problem.units, problem.options, strict=True) if not options]
     if lost:
         raise PlacementError("Nothing here can run " + ", ".join(lost))
-    search = Search(problem, budget)
+    search = Search(problem, BUDGET_OF_PAIR * len(problem.units) ** 2 if budget is None else budget)
     _search(search)
     finished = False
     known = _feasible(search)

@@ -10,14 +10,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import networkx as nx
+
 from flowrl.compiler.bounds import never_together
 from flowrl.compiler.mesh import Mesh
-from flowrl.compiler.problem import Choice, Cost, Option, Problem, copies, evaluate, memory_of
+from flowrl.compiler.problem import Choice, Cost, Option, Problem, copies, evaluate, memory_of, transfer_seconds
 
 #: Ways to run a unit on a mesh that are tried in the improvement: the fastest, and the leanest.
 TRIED = 4
 #: Changes that make a placement leaner, at most.
 LEAN_STEPS = 40
+#: Cycles of who waits for whom that a move is first held against.
+MOST_CYCLES = 64
 #: Where a mesh of two units is cut, as shares of it.
 CUTS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 
@@ -40,9 +44,12 @@ class Search:
         self.best: tuple[Rank, Placement, Cost] | None = None
         self.best_by_shape: dict[str, tuple[Rank, Placement, Cost]] = {}
         self.exclusive = never_together(problem)
+        self.cycles = waiting_cycles(problem)
+        self.stages = stages_of(problem)
         self.by_size: list[dict[tuple[int, int], tuple[Option, ...]]] = [_by_size(o) for o in problem.options]
         self.pinned = dict(problem.pinned)
         self._ladders: dict[tuple[int, int, int], list[Option]] = {}
+        self._quickest: dict[tuple[int, Mesh, Choice], Option] = {}
         self._shortlists: dict[tuple[int, int, int], tuple[Option, ...]] = {}
         self.least_work = [min(o.seconds * o.size for o in options) for options in problem.options]
         self._rated: dict[Placement, tuple[Rank, Cost]] = {}
@@ -91,7 +98,8 @@ class Search:
         ways = [self.options(u, mesh) for u, mesh in enumerate(meshes)]
         if not all(ways):
             return None
-        return self.lean(tuple(Choice(mesh, options[0]) for mesh, options in zip(meshes, ways, strict=True)))
+        placed = tuple(Choice(mesh, options[0]) for mesh, options in zip(meshes, ways, strict=True))
+        return self.lean(self._with_moves(placed))
 
     def lean(self, choices: Placement) -> Placement:
         """Other ways on the same meshes, as long as a device has too few bytes: each time the change on the fullest device
@@ -169,7 +177,7 @@ class Search:
             moved = False
             for move in self._moves():
                 for changed in move(choices):
-                    if _surely_worse(changed, rank):
+                    if self._surely_worse(changed, rank):
                         continue
                     new = self.rate(changed)
                     if new < rank and _really_less(new, rank):
@@ -178,9 +186,28 @@ class Search:
                         return choices
         return choices
 
+    def _surely_worse(self, choices: Placement, rank: Rank) -> bool:
+        """Whether a device has more work, or who waits for whom takes longer, than the time to beat, where what is to be beaten
+        fits."""
+        if rank[0] > 0:
+            return False
+        limit = rank[1]
+        spans = [(c.mesh.pool, c.mesh.start, c.mesh.start + c.mesh.size, c.option.seconds) for c in choices]
+        for cycle, lag in self.cycles:
+            if sum([spans[u][3] for u in cycle]) > limit * lag:
+                return True
+        for pool, device, _, _ in spans:
+            load = 0.0
+            for other, start, stop, more in spans:
+                if start <= device < stop and other == pool:
+                    load += more
+            if load > limit:
+                return True
+        return False
+
     def _moves(self) -> list[Callable[[Placement], list[Placement]]]:
         single = [partial(self._one_unit, u=u) for u in range(len(self.problem.units))]
-        return [*single, self._boundaries, self._pairs]
+        return [*single, self._boundaries, self._pairs, self._stages]
 
     def _one_unit(self, choices: Placement, u: int) -> list[Placement]:
         """Another mesh or another way for one unit."""
@@ -188,7 +215,9 @@ class Search:
         meshes = dict.fromkeys([here, *self._near(choices, u)])
         found = []
         for mesh in meshes:
-            for option in self._tried(u, mesh):
+            quickest = self.quickest(u, mesh, choices)
+            tried = self._tried(u, mesh)
+            for option in tried if quickest is None or quickest in tried else (quickest, *tried):
                 if choices[u] != Choice(mesh, option):
                     found.append((*choices[:u], Choice(mesh, option), *choices[u + 1 :]))
         return found
@@ -259,6 +288,24 @@ class Search:
                         found.append(changed)
         return found
 
+    def _stages(self, choices: Placement) -> list[Placement]:
+        """All units that wait for the same, one after another on all devices of a pool, or each where its weights are
+        trained."""
+        trainers = {unit.weights: u for u, unit in enumerate(self.problem.units) if unit.trains}
+        found = []
+        for stage in self.stages:
+            for pool, here in enumerate(self.problem.cluster.pools):
+                everything = Mesh(pool, 0, here.size)
+                for at_home in (False, True):
+                    meshes = [c.mesh for c in choices]
+                    for u in stage:
+                        home = trainers.get(self.problem.units[u].weights)
+                        meshes[u] = everything if home is None or not at_home else choices[home].mesh
+                    changed = self._same_ways(choices, meshes)
+                    if changed is not None and changed != choices:
+                        found.append(changed)
+        return found
+
     def _same_ways(self, choices: Placement, meshes: Sequence[Mesh]) -> Placement | None:
         """The same units on other meshes: where a mesh changes, as like the way before as there is."""
         changed = []
@@ -272,7 +319,40 @@ class Search:
             old = choice.option
             like = [o for o in options if o.offload == old.offload and o.parallelism.zero == old.parallelism.zero]
             changed.append(Choice(mesh, (like or options)[0]))
-        return tuple(changed)
+        return self._with_moves(tuple(changed), choices)
+
+    def _with_moves(self, placed: Placement, before: Placement | None = None) -> Placement:
+        """The same with the quickest way of units that have changed and whose weights another one writes."""
+        made = list(placed)
+        for u in self.problem.sources:
+            if before is None or placed[u] != before[u]:
+                quickest = self.quickest(u, placed[u].mesh, placed)
+                made[u] = Choice(placed[u].mesh, quickest) if quickest is not None else placed[u]
+        return tuple(made)
+
+    def quickest(self, u: int, mesh: Mesh, choices: Placement) -> Option | None:
+        """Of a unit whose weights another one writes, the way that is fastest with what it costs to bring them; None of any
+        other."""
+        edge = self.problem.sources.get(u)
+        options = self.options(u, mesh)
+        if edge is None or not options:
+            return None
+        writer = choices[edge.writer]
+        key = (u, mesh, writer)
+        if key not in self._quickest:
+            at_home = edge.staleness == 0 and writer.mesh == mesh and not writer.option.offload
+            cluster, size = self.problem.cluster, self.problem.units[u].weight_bytes
+            best, least = options[0], math.inf
+            for option in options:  # the fastest first: once it alone takes as long, no later one is quicker
+                if option.seconds >= least:
+                    break
+                seconds = option.seconds
+                if not (at_home and option.parallelism.layout == writer.option.parallelism.layout):
+                    seconds += transfer_seconds(cluster, size, writer, Choice(mesh, option))
+                if seconds < least:
+                    best, least = option, seconds
+            self._quickest[key] = best
+        return self._quickest[key]
 
 
 def shape_of(choices: Sequence[Choice]) -> str:
@@ -283,20 +363,26 @@ def shape_of(choices: Sequence[Choice]) -> str:
     return "mixed" if any(a.overlaps(b) for a, b in itertools.combinations(meshes, 2)) else "split"
 
 
-def _surely_worse(choices: Placement, rank: Rank) -> bool:
-    """Whether a device has more work than the time to beat, where what is to be beaten fits."""
-    if rank[0] > 0:
-        return False
-    spans = [(c.mesh.pool, c.mesh.start, c.mesh.start + c.mesh.size, c.option.seconds) for c in choices]
-    limit = rank[1]
-    for pool, device, _, _seconds in spans:
-        load = 0.0
-        for other, start, stop, more in spans:
-            if start <= device < stop and other == pool:
-                load += more
-        if load > limit:
-            return True
-    return False
+def stages_of(problem: Problem) -> list[list[int]]:
+    """Units by the longest path to them from those that wait for nobody in their iteration."""
+    depth = [0] * len(problem.units)
+    for u in range(len(depth)):
+        for v in problem.followers[u]:
+            depth[v] = max(depth[v], depth[u] + 1)
+    return [[u for u in range(len(depth)) if depth[u] == level] for level in sorted(set(depth))]
+
+
+def waiting_cycles(problem: Problem) -> list[tuple[tuple[int, ...], int]]:
+    """(units, lag) of the cycles of who waits for whom whatever the meshes are; at most MOST_CYCLES of them."""
+    edges = [(u, v, lag) for u, v, lag in problem.dependencies if u != v]
+    graph = nx.DiGraph()
+    for u, v, lag in edges:
+        graph.add_edge(u, v, lag=min(lag, graph.get_edge_data(u, v, {"lag": lag})["lag"]))
+    found = []
+    for cycle in itertools.islice(nx.simple_cycles(graph), MOST_CYCLES):
+        lag = sum(graph[u][v]["lag"] for u, v in itertools.pairwise([*cycle, cycle[0]]))
+        found.append((tuple(cycle), lag))
+    return found
 
 
 def _really_less(new: Rank, old: Rank) -> bool:

@@ -44,16 +44,10 @@ def _colocated(search: Search) -> Iterator[Meshes]:
 
 
 def _stages(search: Search) -> Iterator[Meshes]:
-    """Stages by the longest path from the units that wait for nobody in their iteration."""
-    problem = search.problem
-    depth = [0] * len(problem.units)
-    for u, v, lag in sorted(problem.dependencies):
-        if lag == 0:
-            depth[v] = max(depth[v], depth[u] + 1)
-    for pool, here in enumerate(problem.cluster.pools):
-        meshes: list[Mesh] = [Mesh(pool, 0, here.size)] * len(problem.units)
-        for level in sorted(set(depth)):
-            units = [u for u in range(len(depth)) if depth[u] == level]
+    """The units of a stage side by side; each stage on all devices."""
+    for pool, here in enumerate(search.problem.cluster.pools):
+        meshes: list[Mesh] = [Mesh(pool, 0, here.size)] * len(search.problem.units)
+        for units in search.stages:
             for u, mesh in zip(units, _side_by_side(search, pool, [search.least_work[u] for u in units]), strict=True):
                 meshes[u] = mesh
         yield tuple(meshes)
