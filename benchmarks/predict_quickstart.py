@@ -55,7 +55,7 @@ class Comparison:
 
 def compare(name: str, num_steps: int) -> Comparison:
     """Calibrate with a model, then predict and run a step of generating, scoring with the reference, and training."""
-    from common import load_model, next_digit, share_of_digits, sums
+    from common import load_model, next_digit, share_of_digits, sums  # pyright: ignore[reportMissingImports]
 
     calibration = calibrate(name, with_links=False)
     num_prompts, group, new = SIZES[name]

@@ -24,8 +24,9 @@ MATMUL_SHARE = 0.60
 MEMORY_SHARE = 0.85
 #: Of a link's peak, what collectives reach (nccl-tests: a bus bandwidth of about 230 of 300 GB/s over an A100's NVLink).
 LINK_SHARE = 0.80
-#: Of the time of a pass, the part that gathers and reduces of data-parallel ranks can hide behind.
-OVERLAP = 0.80
+#: Of the time of a pass, the part that gathers and reduces of data-parallel ranks can hide behind; on a CPU, cores that send do
+#: not compute.
+OVERLAP = {"cuda": 0.80, "cpu": 0.0}
 #: Of the peak of bfloat16, what float32 products have: 19.5 of 312 (A100), 67 of 989 TFLOP/s (H100). A CPU has the same peak
 #: in its preset for both.
 FLOAT32_SHARE = {"cuda": 1 / 16, "cpu": 1.0}
@@ -116,16 +117,22 @@ class Ring:
     ranks: Floats
     bandwidth: Floats
     latency: Floats
+    #: gloo has no reduce-scatter of its own: it sums everything everywhere, and keeps a part.
+    sums_to_scatter: bool = False
 
     @classmethod
     def of(cls, pool: Pool, start: int, stride: Ints, ranks: Ints) -> Ring:
         """Of groups of ``ranks`` devices, ``stride`` apart, the first of which begins at ``start``."""
         pairs, where = distinct_pairs(stride, ranks)
         found = np.array([_ring(pool, start, s, n) for s, n in pairs]).reshape(-1, 2)[where]
-        return cls(ranks.astype(np.float64), found[:, 0], found[:, 1])
+        return cls(ranks.astype(np.float64), found[:, 0], found[:, 1], pool.device.kind == "cpu")
+
+    def reduce_scatter(self, size: Floats | float) -> Floats:
+        """Seconds to sum ``size`` bytes that each rank has, of which each keeps its part."""
+        return self.all_reduce(size) if self.sums_to_scatter else self.gather(size)
 
     def gather(self, size: Floats | float) -> Floats:
-        """Seconds to gather, or to reduce-scatter, ``size`` bytes in all."""
+        """Seconds to gather ``size`` bytes in all."""
         n = self.ranks
         return np.where(n > 1, (n - 1) / n * size / self.bandwidth + (n - 1) * self.latency, 0.0)
 

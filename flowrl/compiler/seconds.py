@@ -85,8 +85,9 @@ def _passes(s: Setting) -> dict[str, Floats]:
     link = _tensor_sums(s, tokens, reads) + _sends(s, tokens, 2.0 if trains else 1.0)
     each_pass, once = _exchanges(s)
     passing = compute + memory
-    link = link + np.maximum(each_pass - OVERLAP * passing, 0.0)
-    exposed = np.maximum(once - OVERLAP * passing * (2 / 3), 0.0)  # behind the last backward pass
+    hidden = OVERLAP[s.pool.device.kind] * passing
+    link = link + np.maximum(each_pass - hidden, 0.0)
+    exposed = np.maximum(once - hidden * (2 / 3), 0.0)  # behind the last backward pass
     optimizer = _optimizer_bytes(s) / s.rates.memory if trains else np.zeros(len(grid))
     return dict(
         compute=steps * m * compute,
@@ -167,14 +168,17 @@ def _exchanges(s: Setting) -> tuple[Floats, Floats]:
     grid, precision, ring = s.grid, s.precision, s.rings[1]
     weights = s.shares.parameters * (precision.cast or precision.weights)
     nothing = np.zeros(len(grid))
-    gather = ring.gather(weights)
+    # What is gathered or scattered is read and written once more, between its buffer and its tensors.
+    gather = ring.gather(weights) + 2 * weights / s.rates.memory
     if s.work.kind != "train":
         return np.where(grid.zero == 3, gather, nothing), nothing
     trained = precision.adapter_parameters / grid.pipeline if precision.adapter_parameters else s.shares.parameters
-    scatter = ring.gather(trained * precision.gradients)
+    gradients = trained * precision.gradients
+    scatter = ring.reduce_scatter(gradients) + 2 * gradients / s.rates.memory
+    reduced = ring.all_reduce(gradients)
     # ZeRO-3 gathers for the forward pass and again for the backward pass.
     each = np.select([grid.zero == 3, grid.zero == 2], [2 * gather + scatter, scatter], nothing)
-    once = np.select([grid.zero == 3, grid.zero == 2, grid.zero == 1], [nothing, gather, scatter + gather], 2 * scatter)
+    once = np.select([grid.zero == 3, grid.zero == 2, grid.zero == 1], [nothing, gather, scatter + gather], reduced)
     return each, once
 
 
