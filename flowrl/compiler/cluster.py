@@ -44,8 +44,10 @@ class Pool:
         return self.tiers[-1]
 
     def with_nodes(self, nodes: int) -> Pool:
-        """The same with another number of nodes."""
+        """The same with another number of nodes; where no network between them is known, as fast as the links within one."""
         *inner, outer = self.tiers
+        if not inner:
+            inner, outer = [outer], Tier("network", outer.size, outer.bandwidth, NETWORK_LATENCY)
         return replace(self, nodes=nodes, tiers=(*inner, replace(outer, size=nodes * self.gpus_per_node)))
 
 
@@ -214,7 +216,7 @@ def _pool_repr(pool: Pool, device: str | None) -> str:
         words += [f"nodes={pool.nodes}", f"gpus_per_node={pool.gpus_per_node}"]
     elif pool.gpus_per_node > 1:
         words.append(f"num_devices={pool.gpus_per_node}")
-    network = pool.tiers[-1].bandwidth if pool.nodes > 1 else preset.network
+    network = pool.tiers[-1].bandwidth
     if pool.tiers != _tiers(preset, pool.nodes, pool.gpus_per_node, network):
         return f"<{pool.nodes}x{pool.gpus_per_node} {pool.device.name}>"
     words += [f"network_bandwidth={network!r}"] if network != preset.network else []

@@ -170,7 +170,7 @@ class _File:
         device = Device(**{**vars(preset.device), "memory_bytes": memory_bytes})
         inside = Tier(link, per_node, bandwidth, latency)
         outside = Tier("network", nodes * per_node, network, far)
-        return Pool(device, nodes, per_node, (inside, outside) if nodes > 1 else (inside,))
+        return Pool(device, nodes, per_node, (inside, outside) if network else (inside,))
 
     def _device(self, node: Node, found: dict[str, Node]) -> Preset:
         """The preset that is named, or one of the figures that are given."""

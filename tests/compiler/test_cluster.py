@@ -100,7 +100,8 @@ def test_tiers_join_what_lies_in_one_host() -> None:
         "network",
     ]
     (alone,) = Cluster("H100").pools
-    assert [tier.name for tier in alone.tiers] == ["nvlink"]
+    assert alone.tier(0, 8).name == "nvlink", "the network that would join it to others is known, and not used"
+    assert alone.with_nodes(2) == pool
 
 
 def test_meshes_overlap_within_a_pool() -> None:
