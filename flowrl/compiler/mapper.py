@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,8 +22,8 @@ from flowrl.errors import FlowError
 from flowrl.flow import RLFlow
 from flowrl.models import BaseModel
 
-#: Nodes of a cluster that is tried when one is too small: so many times as many.
-LARGER = (2, 4, 8, 16)
+#: Nodes of the first pool that are tried where there are too few: so many times as many.
+LARGER = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,9 @@ def why_impossible(built: Built, unit: FlowUnit) -> list[str]:
     least: tuple[float, float, float] | None = None
     for pool in range(len(cluster.pools)):
         sizes = (_sizes(request, pin) or {}).get(pool, cluster.sizes(pool))
-        table = built.estimator.table(architecture, unit.work, pool, sizes, precision=precision, fixed=pin.columns())
+        table = built.estimator.table(
+            architecture, unit.work, pool, sizes, precision=precision, memory_limit=math.inf, fixed=pin.columns()
+        )
         if len(table.seconds):
             need = table.held + table.transient
             best = int(need.argmin())
@@ -205,17 +208,39 @@ def why_impossible(built: Built, unit: FlowUnit) -> list[str]:
 
 
 def what_would_fit(request: Request) -> str | None:
-    """The smallest of a few larger clusters that fits, in words; None where none of them does."""
+    """The fewest nodes with which it fits, in words; None where none of a few larger clusters does."""
     free = replace(request, pins={label: replace(pin, mesh=None) for label, pin in request.pins.items()})
+    nodes = [pool.nodes for pool in request.cluster.pools]
+
+    def fits(more: int) -> bool:
+        return _fits_on(replace(free, cluster=_with_nodes(request.cluster, more)))
+
+    least = 0
     for factor in LARGER:
-        pools = [pool.with_nodes(pool.nodes * factor) for pool in request.cluster.pools]
-        built = build(replace(free, cluster=Cluster.of(pools, request.cluster.device)))
-        if _without_options(built):
-            continue
-        try:
-            _place(built, ASIDE, 0)
-        except PlacementError:
-            continue
-        nodes = " + ".join(f"{p.nodes} nodes of {p.gpus_per_node} {p.device.name}" for p in pools)
-        return f"it fits on {nodes}; or take smaller Models, shorter rows, or fewer pins"
+        most = (factor - 1) * nodes[0]
+        if fits(most):
+            while most - least > 1:
+                middle = (least + most) // 2
+                least, most = (least, middle) if fits(middle) else (middle, most)
+            pools = _with_nodes(request.cluster, most).pools
+            found = " + ".join(f"{p.nodes} nodes of {p.gpus_per_node} {p.device.name}" for p in pools)
+            return f"it fits on {found}; or take smaller Models, shorter rows, or fewer pins"
+        least = most
     return None
+
+
+def _with_nodes(cluster: Cluster, more: int) -> Cluster:
+    """With more nodes in the first pool."""
+    first, *others = cluster.pools
+    return Cluster.of((first.with_nodes(first.nodes + more), *others), cluster.device)
+
+
+def _fits_on(request: Request) -> bool:
+    built = build(request)
+    if _without_options(built):
+        return False
+    try:
+        _place(built, ASIDE, 0)
+    except PlacementError:
+        return False
+    return True
