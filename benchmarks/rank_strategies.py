@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.calibration import Calibration
+from flowrl.calibration import Calibration, Rate
 from flowrl.compiler.cluster import Cluster
 from flowrl.compiler.estimate import Estimator, Precision
 from flowrl.compiler.mesh import Mesh
@@ -34,10 +34,11 @@ from flowrl.compiler.model_architecture import architecture_of
 from flowrl.compiler.parallelism import Parallelism
 from flowrl.compiler.strategy import Strategy
 from flowrl.compiler.work import Work
+from flowrl.diagnostics.rates import Effort, rate
 
 RANKS = 4
 ROWS, PROMPT, LENGTH = 16, 32, 128
-STEPS = 5
+STEPS = 3
 #: Large enough that products and links weigh, not what a layer costs anyway.
 MODEL: dict[str, Any] = dict(hidden=512, layers=4, heads=8, kv_heads=8, vocab=2048, tied=False, scale=0.02)
 #: By name: what the estimate is asked, what the engine is told.
@@ -81,8 +82,6 @@ def calibrated(ranks: Any) -> Calibration:
     import torch.distributed as dist
 
     from flowrl.diagnostics.hardware_rates import Bench, matmul_rates, read_rate
-    from flowrl.diagnostics.link_rates import measure_links
-    from flowrl.diagnostics.rates import Effort
     from flowrl.machine import Machine
 
     bench = Bench("cpu", Effort(seconds=1.0, min_repetitions=3, max_repetitions=30, longest=0.1), [])
@@ -91,10 +90,26 @@ def calibrated(ranks: Any) -> Calibration:
     rates = list(matmul_rates(bench, "float32"))[-1:]
     dist.barrier()
     rates.append(read_rate(bench, 64 << 20))
-    links = measure_links(
-        lambda *a, **k: None, ranks, "gloo", (4 << 10, 4 << 20, 32 << 20), Effort(0.5, 2, 5, 1), "here"
-    )
-    return Calibration(Machine.here(()), "now", {}, tuple([*rates, *links]))
+    rates += [all_reduce_at_work(ranks, size) for size in (4 << 10, 1 << 20, 32 << 20)]
+    return Calibration(Machine.here(()), "now", {}, tuple(rates))
+
+
+def all_reduce_at_work(ranks: Any, size: int, repetitions: int = 9) -> Rate:
+    """An all-reduce as a layer meets it, after a product: of ranks that share cores some are late, and all wait for them."""
+    import torch
+    import torch.distributed as dist
+
+    column, left, right = torch.ones(size // 4), torch.ones(512, 512), torch.ones(512, 1024)
+    seconds = []
+    for _ in range(repetitions):
+        dist.barrier()
+        start = time.perf_counter()
+        torch.mm(left, right)
+        worked = time.perf_counter()
+        dist.all_reduce(column, op=dist.ReduceOp.MAX)
+        times = ranks.everyone((worked - start, time.perf_counter() - start))
+        seconds.append(max(total for _, total in times) - statistics.fmean(work for work, _ in times))
+    return rate("all_reduce", size, seconds, backend="gloo", ranks=ranks.size, bytes=size)
 
 
 def step_seconds(ranks: Any) -> dict[str, float]:
@@ -163,7 +178,7 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     return sum((s > 0) - (s < 0) for s in signs) / len(signs)
 
 
-def rank(deadline: float = 600.0) -> Ranking:
+def ranking(deadline: float = 600.0) -> Ranking:
     """Measure in ranks of their own, then estimate from what they found."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
@@ -186,7 +201,7 @@ def rank(deadline: float = 600.0) -> Ranking:
 
 @pytest.mark.slow
 def test_estimates_rank_strategies_as_measurements_do(capsys: pytest.CaptureFixture[str]) -> None:
-    found = rank()
+    found = ranking()
     with capsys.disabled():
         print(f"\n{found}")
     assert found.tau >= 0.6
@@ -196,4 +211,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         measure(Path(sys.argv[1]))
     else:
-        print(rank())
+        print(ranking())

@@ -41,7 +41,7 @@ def chart(mapped: Mapped, *, what_ifs: Sequence[Alternative] = ()) -> Mapping:
     """What the Plan keeps of a placement.
 
     Args:
-        what_ifs: other clusters and workloads, as :func:`ask_what_if` gives them.
+        what_ifs: other clusters and workloads, as :func:`flowrl.compiler.what_if.what_ifs` gives them.
     """
     problem, placed, request = mapped.problem, mapped.placed, mapped.request
     names = _mesh_names(placed.choices)
@@ -49,7 +49,7 @@ def chart(mapped: Mapped, *, what_ifs: Sequence[Alternative] = ()) -> Mapping:
     lengths = mapped.flow_units.units[0].work
     calibration = request.calibration
     return Mapping(
-        pools=tuple(PlannedPool(p.device, p.nodes, p.gpus_per_node, p.tiers) for p in request.cluster.pools),
+        pools=tuple(PlannedPool(p.device, p.nodes, p.gpus_per_node, p.tiers) for p in problem.cluster.pools),
         meshes=tuple(PlannedMesh(name, m.pool, m.start, m.size) for m, name in names.items()),
         units=tuple(units),
         moves=_moves(mapped),
@@ -173,12 +173,12 @@ def _transfers(mapped: Mapped, writer: int, reader: int) -> ReshardPlan | None:
     weights = Weights.of(architecture, head=unit.work.head, dtype_bytes=max(1, round(precision.weights)))
     lies = Layout(source.mesh, source.option.parallelism)
     shall = target_layout(lies, target.mesh, target.option.parallelism, num_layers=architecture.num_layers)
-    return plan_transfers(weights, lies, shall, mapped.request.cluster, BUCKET_BYTES)
+    return plan_transfers(weights, lies, shall, mapped.problem.cluster, BUCKET_BYTES)
 
 
 def _tier(mapped: Mapped, source: Mesh, target: Mesh) -> str:
     """The innermost tier that joins two meshes."""
-    pool = mapped.request.cluster.pools[target.pool]
+    pool = mapped.problem.cluster.pools[target.pool]
     if source.pool != target.pool:
         return "between pools"
     return pool.tier(min(source.start, target.start), max(source.stop, target.stop)).name

@@ -65,12 +65,12 @@ def units_of(flow: RLFlow, elided: Mapping[str, str], lengths: Lengths) -> FlowU
         lengths: tokens of a row.
     """
     order = flow.execution_order()
-    rows = _rows(order)
+    rows, groups = _rows(order)
     longest = max((c.node.sampling.max_new_tokens for c in order if isinstance(c.node, Rollout)), default=None)
     units: list[FlowUnit] = []
     for call in order:
         if flow.label(call) not in elided and not isinstance(call.node, Loss):
-            units += _units_of_call(flow, call, rows, lengths, longest)
+            units += _units_of_call(flow, call, rows, groups, lengths, longest)
     of_call: dict[str, list[int]] = {}
     for index, unit in enumerate(units):
         of_call.setdefault(unit.call, []).append(index)
@@ -78,7 +78,12 @@ def units_of(flow: RLFlow, elided: Mapping[str, str], lengths: Lengths) -> FlowU
 
 
 def _units_of_call(
-    flow: RLFlow, call: Call, rows: Mapping[int, int], lengths: Lengths, longest: int | None
+    flow: RLFlow,
+    call: Call,
+    rows: Mapping[int, int],
+    groups: Mapping[int, int],
+    lengths: Lengths,
+    longest: int | None,
 ) -> Iterator[FlowUnit]:
     node, label = call.node, flow.label(call)
     written = {id(owner(t)) for t in node.writes() if isinstance(t, BaseModel)}
@@ -107,7 +112,7 @@ def _units_of_call(
                 epochs=epochs,
                 optimizer_steps=epochs * getattr(node, "num_minibatches", 1) if trains else 1,
                 head="lm" if base_kind(model) == "policy" else "value",
-                group_size=getattr(node, "group_size", 1) if kind == "generate" else 1,
+                group_size=groups[id(call)],
             ),
             trains=trains,
             beside=tuple(dict.fromkeys(beside)) if trains else (),
@@ -129,18 +134,22 @@ def _weights_name(model: BaseModel) -> str:
     return owner(model).name
 
 
-def _rows(order: tuple[Call, ...]) -> dict[int, int]:
-    """By id of a call, sequences that it gives in an iteration: filters are taken to drop none."""
+def _rows(order: tuple[Call, ...]) -> tuple[dict[int, int], dict[int, int]]:
+    """By id of a call: (sequences that it gives in an iteration, those of one prompt). Filters are taken to drop none."""
     rows: dict[int, int] = {}
+    groups: dict[int, int] = {}
     for call in order:
         fed = max((rows[id(ref._call)] for _, ref in call.inputs()), default=1)
+        group = max((groups[id(ref._call)] for _, ref in call.inputs()), default=1)
         node = call.node
         if isinstance(node, Source):
-            fed = node.batch_size * (2 if issubclass(node.batch_type, Preferences) else 1)
+            group = 2 if issubclass(node.batch_type, Preferences) else 1
+            fed = node.batch_size * group
         elif node.kind == "rollout":
-            fed *= getattr(node, "group_size", 1)
-        rows[id(call)] = fed
-    return rows
+            samples = getattr(node, "group_size", 1)
+            fed, group = fed * samples, group * samples
+        rows[id(call)], groups[id(call)] = fed, group
+    return rows, groups
 
 
 def _data_edges(flow: RLFlow, order: tuple[Call, ...], of_call: Mapping[str, list[int]]) -> tuple[tuple[int, int], ...]:

@@ -113,7 +113,7 @@ class Layout:
         if found := list(self.problems(weights)):
             raise FlowError("Weights cannot lie so: " + "; ".join(found))
         for parameter in weights.by_name.values():
-            self._parts(weights, parameter)
+            self._part(weights, parameter, 0)
 
     # -- devices --------------------------------------------------------------------------------------------------------------
 
@@ -170,16 +170,24 @@ class Layout:
         another stage holds it."""
         if at.pipeline not in self.stages_of(weights, parameter):
             return []
-        locals_here = self._parts(weights, parameter)[at.tensor]
+        locals_here = self._part(weights, parameter, at.tensor)
         if self.naming == "megatron" and parameter.name in weights.tied and at.pipeline > 0:
             locals_here = [x._replace(name="output_layer.weight") for x in locals_here]  # the copy that is the head
-        if self.shards == 1:
-            return locals_here
-        return [_rows(x, self.shards, at.data % self.shards) for x in locals_here]
+        return self._sharded(locals_here, at.data)
 
-    def boxes_of(self, weights: Weights, parameter: Parameter, at: Coordinates) -> tuple[Box, ...]:
-        """The slices of one HuggingFace tensor that the rank at ``at`` holds, which may reach into padding."""
-        return tuple(p.box for x in self.locals_of(weights, parameter, at) for p in x.pieces)
+    def boxes_of(self, weights: Weights, parameter: Parameter) -> list[tuple[Box, ...]]:
+        """Of each device of the mesh, in their order, the slices of one HuggingFace tensor; they may reach into padding."""
+        stages, made = self.stages_of(weights, parameter), {}
+        tensors = {t: self._part(weights, parameter, t) for t in range(self.parallelism.tensor)}
+        found = []
+        for device in self.devices:
+            at = self.coordinates(device)
+            shard = (at.tensor, at.data % self.shards)
+            if at.pipeline in stages and shard not in made:
+                locals_here = self._sharded(tensors[at.tensor], at.data)
+                made[shard] = tuple(p.box for x in locals_here for p in x.pieces)
+            found.append(made[shard] if at.pipeline in stages else ())
+        return found
 
     def locals_on(self, weights: Weights, device: DeviceId) -> dict[str, Local]:
         """Every tensor of a device by the name that it has there, with all that it is put together from."""
@@ -197,35 +205,34 @@ class Layout:
             FlowError: the weights cannot lie so.
         """
         self.check(weights)
-        found: dict[DeviceId, dict[str, tuple[Box, ...]]] = {}
-        for device in self.devices:
-            at = self.coordinates(device)
-            held = {}
-            for name, parameter in weights.by_name.items():
-                real = Box.whole(parameter.shape)
-                boxes = [box & real for box in self.boxes_of(weights, parameter, at)]
-                if kept := merged(box for box in boxes if box is not None):
-                    held[name] = kept
-            found[device] = held
+        found: dict[DeviceId, dict[str, tuple[Box, ...]]] = {device: {} for device in self.devices}
+        for name, parameter in weights.by_name.items():
+            real = Box.whole(parameter.shape)
+            for device, boxes in zip(self.devices, self.boxes_of(weights, parameter), strict=True):
+                if kept := merged(box for b in boxes if (box := b & real) is not None):
+                    found[device][name] = kept
         return found
 
-    def num_bytes(self, weights: Weights, device: DeviceId) -> int:
-        """Bytes that a device holds, padding included."""
-        at = self.coordinates(device)
-        boxes = (b for p in weights.by_name.values() for b in self.boxes_of(weights, p, at))
-        return sum(b.size for b in boxes) * weights.dtype_bytes
+    def num_bytes(self, weights: Weights) -> dict[DeviceId, int]:
+        """Bytes that each device holds, padding included."""
+        found = dict.fromkeys(self.devices, 0)
+        for parameter in weights.by_name.values():
+            for device, boxes in zip(self.devices, self.boxes_of(weights, parameter), strict=True):
+                found[device] += sum(b.size for b in boxes) * weights.dtype_bytes
+        return found
 
-    def _parts(self, weights: Weights, parameter: Parameter) -> list[list[Local]]:
-        """Of each tensor rank, before ZeRO."""
-        tensor = self.parallelism.tensor
+    def _part(self, weights: Weights, parameter: Parameter, tensor: int) -> list[Local]:
+        """Of one tensor rank, before ZeRO."""
         vocabulary = self.naming != "huggingface" if self.split_vocabulary is None else self.split_vocabulary
         multiple = self.vocabulary_multiple or VOCABULARY_MULTIPLE[self.naming]
+        degree = self.parallelism.tensor
         if self.naming == "megatron":
-            multiple *= tensor
-        return [
-            locals_of(weights, parameter, self.naming, tensor, t, vocabulary=vocabulary, multiple=multiple)
-            for t in range(tensor)
-        ]
+            multiple *= degree
+        return locals_of(weights, parameter, self.naming, degree, tensor, vocabulary=vocabulary, multiple=multiple)
+
+    def _sharded(self, tensors: list[Local], data: int) -> list[Local]:
+        """Of these, what one data-parallel rank holds."""
+        return tensors if self.shards == 1 else [_rows(x, self.shards, data % self.shards) for x in tensors]
 
 
 def _rows(local: Local, parts: int, index: int) -> Local:

@@ -121,7 +121,7 @@ def build(request: Request) -> Built:
         )
     pins = enumerate(_pin_of(request, unit).mesh for unit in units.units)
     pinned = tuple((index, mesh) for index, mesh in pins if mesh is not None)
-    problem = Problem(request.cluster, tuple(placed_units), units.data, units.weights, tuple(options), pinned)
+    problem = Problem(estimator.cluster, tuple(placed_units), units.data, units.weights, tuple(options), pinned)
     return Built(request, estimator, units, problem)
 
 

@@ -147,7 +147,7 @@ def _pattern(weights: Weights, parameter: Parameter, source: Layout, target: Lay
     real = Box.whole(parameter.shape)
 
     def slices(layout: Layout) -> list[list[Box]]:
-        boxes = [layout.boxes_of(weights, parameter, layout.coordinates(d)) for d in layout.devices]
+        boxes = layout.boxes_of(weights, parameter)
         if source.naming != target.naming:  # padding of one has no meaning in the other
             return [[kept for b in held if (kept := b & real)] for held in boxes]
         return [[b for b in held if b.size] for held in boxes]

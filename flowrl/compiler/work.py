@@ -25,7 +25,7 @@ class Work:
         epochs: passes over the rows (training).
         optimizer_steps: of all epochs together (training).
         head: what the last layer gives: "lm" logits of the vocabulary, "value" one number a token.
-        group_size: responses of one prompt, whose prompt is read once (generation).
+        group_size: responses of one prompt, which is read once where the engine shares it.
     """
 
     kind: Kind

@@ -93,7 +93,7 @@ def test_devices_hold_what_the_frameworks_would_give_them(family: str, where: La
         shapes = {name: local.shape for name, local in where.locals_on(weights, device).items()}
         assert shapes == {name: array.shape for name, array in expected[device].items()}
         # Every number is counted, one in tensors that are put together too, and padding.
-        assert where.num_bytes(weights, device) == 2 * sum(a.size for a in expected[device].values())
+        assert where.num_bytes(weights)[device] == 2 * sum(a.size for a in expected[device].values())
 
 
 def test_devices_and_coordinates_are_each_others_inverse() -> None:
