@@ -183,6 +183,7 @@ def test_public_names() -> None:
         "Judge", "RewardPairs", "BestOfN", "ToFeedback", "MismatchedCompletions", "Updater", "AdamW", "PPOUpdater",
         "GRPOUpdater", "PolicyUpdater", "ValueUpdater", "SFTUpdater",
         # flow, plan, run
-        "RLFlow", "Ref", "WeightEdge", "Cluster", "Strategy", "Mesh", "Pin", "Lengths", "compile", "Plan", "Program", "run", "RunResult", "Evaluation",
+        "RLFlow", "Ref", "WeightEdge", "Cluster", "Strategy", "Mesh", "Pin", "Lengths",
+        "compile", "Plan", "Program", "run", "RunResult", "Evaluation",
         "Experiment", "recipe", "step", "report", "FlowError",
     }  # fmt: skip

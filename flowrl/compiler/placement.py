@@ -14,11 +14,11 @@ from flowrl.errors import FlowError
 #: Ratings of the search for each pair of units; a plan for equal inputs is equal, so no clock counts.
 BUDGET_OF_PAIR = 60
 #: Partial assignments that branch and bound may look at.
-EXACT_BUDGET = 60_000
+EXACT_BUDGET = 20_000
 #: Ratings of a search that only asks what something else would cost.
 ASIDE = 1500
 #: Devices up to which branch and bound is tried.
-EXACT_DEVICES = 64
+EXACT_DEVICES = 32
 #: Seeds that are improved, of each shape.
 IMPROVED = 2
 #: A bound so near counts as reached.
