@@ -50,7 +50,8 @@ def plan_recipe(experiment: Any, asked: PlanAsked) -> str:
             "There is no such runtime to plan for", expected=", ".join(("ray", *EVERYWHERE)), received=asked.runtime
         )
     defaults = Lengths()
-    lengths = Lengths(asked.prompt_tokens or defaults.prompt, asked.response_tokens, asked.longest_response)
+    prompt = defaults.prompt if asked.prompt_tokens is None else asked.prompt_tokens
+    lengths = Lengths(prompt, asked.response_tokens, asked.longest_response)
     program = compile(
         experiment.flow,
         Cluster.detect() if asked.cluster is None else parse_cluster(asked.cluster),

@@ -97,13 +97,10 @@ def bound_text(mapping: Mapping) -> str:
 
 
 def shape_of(mapping: Mapping) -> str:
-    """ "colocated" where all units share devices with one another, "split" where none do, else "mixed"."""
-    pairs = list(itertools.combinations(mapping.meshes, 2))
-    overlapping = [_overlap(a, b) for a, b in pairs]
-    if all(overlapping):
+    """ "colocated" on one mesh, "split" on meshes that share no device, else "mixed"."""
+    if len(mapping.meshes) == 1:
         return "colocated"
-    apart = len(mapping.meshes) == len(mapping.units)
-    return "split" if apart and not any(overlapping) else "mixed"
+    return "mixed" if any(_overlap(a, b) for a, b in itertools.combinations(mapping.meshes, 2)) else "split"
 
 
 def _overlap(a: PlannedMesh, b: PlannedMesh) -> bool:
@@ -122,7 +119,7 @@ def _headline(mapping: Mapping) -> list[str]:
     best = next((a for a in mapping.alternatives if a.seconds is not None), None)
     shapes = {
         "colocated": "All units share their devices, and take turns.",
-        "split": "Every unit has devices of its own.",
+        "split": "Units have devices of their own, or share them with few others.",
         "mixed": "Some units share devices and take turns, others run beside them.",
     }
     words = shapes[shape_of(mapping)] if len(mapping.units) > 1 else "There is one unit."
@@ -193,10 +190,13 @@ def _binding(mapping: Mapping, unit: PlannedUnit, mesh: PlannedMesh | None) -> s
 def _move(move: PlannedMove) -> str:
     head = f"{one_line(move.model)}: {one_line(move.writer)} → {one_line(move.reader)}"
     if not move.total_bytes:
+        if move.seconds:
+            return f"{head}: comes from the host's memory in {seconds(move.seconds)}, where the writer is offloaded"
         return f"{head}: nothing moves, the reader uses what the writer holds"
     over = f" over {one_line(move.tier)}" if move.tier else ""
+    transfers = f", {count(move.transfers, 'transfer')}" if move.transfers else ""  # 0 where they were not listed
     return (
-        f"{head}: {size(move.total_bytes)}{over} in {seconds(move.seconds)}, {count(move.transfers, 'transfer')}; "
+        f"{head}: {size(move.total_bytes)}{over} in {seconds(move.seconds)}{transfers}; "
         f"at most {size(move.bytes_received)} to a device, {size(move.bytes_sent)} from one, "
         f"{size(move.peak_extra_bytes)} beside both layouts"
     )

@@ -24,6 +24,8 @@ from flowrl.models import BaseModel
 
 #: Nodes of the first pool that are tried where there are too few: so many times as many.
 LARGER = (2, 4, 8, 16, 32, 64)
+#: What a refusal for want of memory says: more devices may do there, and nowhere else.
+_NEEDS = " needs "
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def map_flow(request: Request, *, budget: int | None = None, exact_budget: int =
     built = build(request)
     refused = [text for unit in _without_options(built) for text in why_impossible(built, unit)]
     if refused:
-        raise PlacementError("This flow does not fit: " + "; ".join(refused), do=what_would_fit(request))
+        larger = what_would_fit(request) if all(_NEEDS in text for text in refused) else None
+        raise PlacementError("This flow does not fit: " + "; ".join(refused), do=larger)
     try:
         placed = _place(built, budget, exact_budget)
     except PlacementError as error:
@@ -202,7 +205,7 @@ def why_impossible(built: Built, unit: FlowUnit) -> list[str]:
         ]
     room = max(pool.device.memory_bytes for pool in cluster.pools) * (1 - RESERVE)
     return [
-        f"{label} needs {least[0] / 1e9:.1f} GB on a device, spread as thinly as it can be ({least[1] / 1e9:.1f} GB of weights "
+        f"{label}{_NEEDS}{least[0] / 1e9:.1f} GB on a device, spread as thinly as it can be ({least[1] / 1e9:.1f} GB of weights "
         f"and optimiser, {least[2] / 1e9:.1f} GB while it runs); a plan may use {room / 1e9:.1f} GB of each"
     ]
 

@@ -99,7 +99,7 @@ class PlannedMove:
         bytes_received: of the device that receives most.
         bytes_sent: of the device that sends most.
         peak_extra_bytes: of the device that needs most beside both layouts.
-        transfers: messages, after bucketing.
+        transfers: messages, after bucketing; 0 where devices are too many to list them.
         tier: the slowest link tier that is used; "" where nothing moves.
         seconds: of all.
     """

@@ -286,7 +286,8 @@ def transfer_seconds(cluster: Cluster, weight_bytes: float, writer: Choice, read
     received = volume(weight_bytes, old, new, same_mesh=same)
     if same:
         ranks = old.tensor * old.pipeline * (old.data if old.zero == 3 else 1)
-        near = pool.tier(reader.mesh.start, reader.mesh.start + min(reader.mesh.size, max(ranks, new.tensor)))
+        ranks = max(ranks, new.tensor * new.pipeline * (new.data if new.zero == 3 else 1))
+        near = pool.tier(reader.mesh.start, reader.mesh.start + min(reader.mesh.size, ranks))
         return fetched + (received / near.bandwidth + near.latency if received else 0.0)
     if writer.mesh.pool == reader.mesh.pool:
         start = min(writer.mesh.start, reader.mesh.start)

@@ -58,12 +58,14 @@ def _layouts(problem: Problem, name: str, size: int) -> list[dict[int, Option]]:
     for u in units:
         for option in problem.options[u]:
             p = option.parallelism
-            if option.size != size or p.pipeline > 1 or p.zero == 1:
-                continue
+            if option.size != size or p.pipeline > 1 or p.zero == 1 or option.offload:
+                continue  # an engine's own offload brings parameters in each pass, which is not what is estimated
             if problem.units[u].trains:
                 keys = [(p.tensor, p.zero, p.checkpointing)]
-            else:  # a reader takes the trainer's layout; parameters that it shards may be whole while it runs
-                zeros = (0, 2, 3) if trained else (p.zero,)
+            else:  # a reader takes the trainer's layout; only generation puts sharded parameters together first
+                zeros = (p.zero,) if not trained else (3,) if p.zero == 3 else (0, 2)
+                if problem.units[u].work.kind == "generate" and trained:
+                    zeros = (0, 2, 3)
                 keys = [(p.tensor, zero, kept) for zero in zeros for kept in (False, True)]
             for key in keys:
                 way = found.setdefault((key, option.offload), {})

@@ -158,7 +158,7 @@ def _transfer(problem: Problem, total: float, writer: Choice, reader: Choice) ->
     if writer.option.offload:
         from_host = writer.option.weights / pools[writer.mesh.pool].device.host_bandwidth
     if writer.mesh == reader.mesh:
-        together = max(round(total / part(writer)), reader.option.parallelism.tensor)
+        together = max(round(total / part(writer)), round(total / part(reader)))
         link = _link(pools[reader.mesh.pool], reader.mesh.start, min(reader.mesh.size, together))
         missing = part(reader) - _kept(total, _shard(writer), _shard(reader))
         return from_host + (missing / link.bandwidth + link.latency if missing > 0 else 0.0)

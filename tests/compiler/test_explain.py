@@ -94,9 +94,9 @@ def test_where_weights_come_from_says_the_calibration() -> None:
     ("meshes", "shape"),
     [
         ([(0, 0, 8)], "colocated"),
-        ([(0, 0, 8), (0, 0, 4), (0, 2, 2)], "colocated"),
+        ([(0, 0, 8), (0, 0, 4), (0, 2, 2)], "mixed"),
         ([(0, 0, 4), (0, 4, 4), (1, 0, 4), (1, 4, 4)], "split"),
-        ([(0, 0, 4), (0, 4, 4)], "mixed"),  # four units on two meshes
+        ([(0, 0, 4), (0, 4, 4)], "split"),  # four units on two meshes
         ([(0, 0, 8), (0, 0, 4), (0, 4, 4)], "mixed"),
     ],
 )
