@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 import networkx as nx
 
 from flowrl.compiler.cluster import Pool
 from flowrl.compiler.mesh import Mesh
+from flowrl.compiler.presets import Tier
 from flowrl.compiler.problem import RESERVE, Choice, Option, Problem, WeightEdge, evaluate
 
 
@@ -95,7 +97,10 @@ def _devices(mesh: Mesh) -> set[tuple[int, int]]:
     return {(mesh.pool, device) for device in range(mesh.start, mesh.start + mesh.size)}
 
 
-def _shard(choice: Choice) -> tuple[int, int, int, bool]:
+Shard = tuple[int, int, int, bool]
+
+
+def _shard(choice: Choice) -> Shard:
     """Two choices with equal ones on one mesh hold the same bytes on every device."""
     p = choice.option.parallelism
     return p.data, p.tensor, p.pipeline, p.zero == 3
@@ -150,18 +155,15 @@ def _moves(problem: Problem, choices: Sequence[Choice]) -> list[float]:
 def _transfer(problem: Problem, total: float, writer: Choice, reader: Choice) -> float:
     pools = problem.cluster.pools
 
-    def part(choice: Choice) -> float:
-        data, tensor, pipeline, sharded = _shard(choice)
-        return total / tensor / pipeline / (data if sharded else 1)
-
     from_host = 0.0
     if writer.option.offload:
         from_host = writer.option.weights / pools[writer.mesh.pool].device.host_bandwidth
     if writer.mesh == reader.mesh:
-        together = max(round(total / part(writer)), reader.option.parallelism.tensor)
+        data, tensor, pipeline, sharded = _shard(writer)
+        together = max(tensor * pipeline * (data if sharded else 1), reader.option.parallelism.tensor)
         link = _link(pools[reader.mesh.pool], reader.mesh.start, min(reader.mesh.size, together))
-        missing = part(reader) - _kept(total, _shard(writer), _shard(reader))
-        return from_host + (missing / link.bandwidth + link.latency if missing > 0 else 0.0)
+        missing = total * float(_missing(_shard(writer), _shard(reader)))
+        return from_host + (missing / link.bandwidth + link.latency if missing else 0.0)
     if writer.mesh.pool == reader.mesh.pool:
         start = min(writer.mesh.start, reader.mesh.start)
         stop = max(m.start + m.size for m in (writer.mesh, reader.mesh))
@@ -169,7 +171,28 @@ def _transfer(problem: Problem, total: float, writer: Choice, reader: Choice) ->
     else:
         link = min((pools[c.mesh.pool].tiers[-1] for c in (writer, reader)), key=lambda tier: tier.bandwidth)
     each_sends = total / (writer.mesh.size * link.bandwidth)
-    return from_host + part(reader) / link.bandwidth + each_sends + link.latency
+    return from_host + total * float(_share(_shard(reader))) / link.bandwidth + each_sends + link.latency
+
+
+def _share(shard: Shard) -> Fraction:
+    """Of the weights, what one device holds."""
+    data, tensor, pipeline, sharded = shard
+    return Fraction(1, tensor * pipeline * (data if sharded else 1))
+
+
+def _missing(old: Shard, new: Shard) -> Fraction:
+    """Of the weights, what a device lacks of its new share. Along each axis the finer cut lies inside the coarser one, where
+    one divides the other; ranks that share parameters by ZeRO-3 hold parts that lie anyhow in one another's."""
+    if old == new:
+        return Fraction(0)
+    kept = Fraction(1)
+    for a, b in ((old[1], new[1]), (old[2], new[2])):
+        if a % b and b % a:
+            return _share(new)
+        kept *= min(Fraction(1, a), Fraction(1, b))
+    for data, _, _, sharded in (old, new):
+        kept /= data if sharded else 1
+    return max(Fraction(0), _share(new) - kept)
 
 
 def _kept(total: float, old: tuple[int, int, int, bool], new: tuple[int, int, int, bool]) -> float:
@@ -187,7 +210,7 @@ def _kept(total: float, old: tuple[int, int, int, bool], new: tuple[int, int, in
     return kept
 
 
-def _link(pool: Pool, start: int, count: int):
+def _link(pool: Pool, start: int, count: int) -> Tier:
     """The narrowest group of links of which one joins all of ``count`` devices."""
     for tier in pool.tiers:
         if len({device // tier.size for device in range(start, start + count)}) == 1:
