@@ -1,5 +1,8 @@
 """Every ```python block of the README and of docs/*.md runs as printed.
 
+A ```text block behind ``<!-- printed: EXPRESSION -->`` is an excerpt of that text, as the blocks before it leave it: each of its
+lines is a line of it, but for those that are ``…``.
+
 Blocks of one file share a namespace, as a reader who pastes one after the other has it. A block behind a line
 ``<!-- not run -->`` is left out (it needs an accelerator, say). Nothing is in the namespace beforehand.
 """
@@ -15,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^(?P<mark><!-- not run -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+PRINTED = re.compile(r"^<!-- printed: (?P<of>.+?) -->\n```text\n(?P<lines>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:
@@ -34,6 +39,10 @@ def test_snippets_run_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest
     for line, code in blocks(page):
         padded = "\n" * (line - 1) + code  # errors then point into the page
         exec(compile(padded, str(page), "exec", dont_inherit=True), names)
+    for found in PRINTED.finditer(page.read_text()):
+        printed = str(eval(found["of"], names)).splitlines()
+        for line in found["lines"].splitlines():
+            assert line.strip() == "…" or line in printed, f"{page.name}: {found['of']} does not print {line!r}"
 
 
 def test_blocks_are_found() -> None:

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, draws its flow, shows progress, and is committed without outputs."""
+"""Every notebook runs from top to bottom, draws its flow, shows what it promises, and is committed without outputs."""
 
 from __future__ import annotations
 
@@ -15,24 +15,38 @@ nbclient = pytest.importorskip("nbclient")
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-#: By notebook, what its drawn flow must name, how many steps it trains, and the longest that a cell may take.
+#: By notebook, what its drawn flow must name, and how many steps it trains.
 EXPECTED: dict[str, dict[str, Any]] = {
     "quickstart": {
         "nodes": ["prompts", "Rollout", "FunctionReward", "GroupAdvantage", "ReferenceLogprobs", "GRPOLoss", "Updater"],
         "steps": 30,
     },
+    "placement": {
+        "nodes": [
+            "prompts",
+            "Rollout",
+            "RewardModelScore",
+            "Critic",
+            "PolicyLogprobs",
+            "ReferenceLogprobs",
+            "GAE",
+            "Updater",
+        ],
+    },
 }
+TRAINING = pytest.mark.parametrize("executed", ["quickstart"], indirect=True)
+PLANNING = pytest.mark.parametrize("executed", ["placement"], indirect=True)
 CELL_TIMEOUT = 240
 
 ids = [p.stem for p in NOTEBOOKS]
 
 
-@pytest.fixture(scope="module", params=NOTEBOOKS, ids=ids)
+@pytest.fixture(scope="module", params=ids)
 def executed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Any, Path]]:
     """(name, the notebook with its outputs, where it ran)."""
-    path: Path = request.param
+    path = FOLDER / f"{request.param}.ipynb"
     folder = tmp_path_factory.mktemp(path.stem)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OMP_NUM_THREADS", "1")
@@ -92,6 +106,7 @@ def test_the_flow_draws_itself(executed: tuple[str, Any, Path]) -> None:
     assert "Rollouts" in texts
 
 
+@TRAINING
 def test_progress_is_shown_live(executed: tuple[str, Any, Path]) -> None:
     name, notebook, folder = executed
     steps = EXPECTED[name]["steps"]
@@ -101,6 +116,7 @@ def test_progress_is_shown_live(executed: tuple[str, Any, Path]) -> None:
     assert list(folder.glob("runs/*/report.html")), "the run left no report in its working directory"
 
 
+@TRAINING
 def test_it_learns_and_shows_it(executed: tuple[str, Any, Path]) -> None:
     _, notebook, _ = executed
     text = printed(notebook)
@@ -110,3 +126,30 @@ def test_it_learns_and_shows_it(executed: tuple[str, Any, Path]) -> None:
     assert before < 0.2 and after > 0.6
     assert "reward/mean" in text
     assert outputs(notebook, "image/png"), "the curves are not there"
+
+
+@PLANNING
+def test_plans_are_drawn(executed: tuple[str, Any, Path]) -> None:
+    _, notebook, _ = executed
+    pages = outputs(notebook, "text/html")
+    assert len(pages) == 2
+    for page in pages:
+        assert "<svg" in page and "train_actor" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+@PLANNING
+def test_plans_are_told_in_words(executed: tuple[str, Any, Path]) -> None:
+    _, notebook, _ = executed
+    text = printed(notebook)
+    rows = re.findall(r"^ *(\d+) +([\d.]+) s +([\d.]+) s +([\d.]+)% +\d+ s$", text, re.MULTILINE)
+    assert [int(devices) for devices, *_ in rows] == [8, 64, 512]
+    periods = [float(period) for _, period, *_ in rows]
+    assert periods == sorted(periods, reverse=True)
+    assert all(float(bound) <= float(period) for _, period, bound, _ in rows)
+    assert text.count("by estimate") > 5
+    assert "~ num_devices 64 → 512" in text  # what is different
+    stale = re.search(r"staleness 0: ([\d.]+) s, staleness 1: ([\d.]+) s", text)
+    assert stale is not None and float(stale[2]) <= float(stale[1])
+    assert re.search(r"32 devices +H100 0–31 \(nodes 0–3\) +(\w+, )*sample", text), "the pin was not kept"
+    assert "H100 and 8 nodes of 8 L40S" in text
+    assert "This flow does not fit: " in text and "it fits on" in text

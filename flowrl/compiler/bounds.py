@@ -24,7 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flowrl.compiler.problem import Problem, cycle_time
+from flowrl.compiler.cycle_time import cycle_time
+from flowrl.compiler.problem import Problem
 
 #: Points of a unit's curve of time over devices that a chain is tried with; more are merged, towards the optimistic side.
 POINTS = 12

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowrl.compiler.problem import Choice, Problem, cycle_time
+from flowrl.compiler.cycle_time import cycle_time
+from flowrl.compiler.problem import Choice, Problem
 from flowrl.compiler.search import Search
 
 #: A placement must be better by this share to count.

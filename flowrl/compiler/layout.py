@@ -117,7 +117,7 @@ class Layout:
 
     # -- devices --------------------------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def devices(self) -> list[DeviceId]:
         """Of the mesh, ascending."""
         return [DeviceId(self.mesh.pool, d) for d in range(self.mesh.start, self.mesh.stop)]

@@ -201,7 +201,7 @@ def _missing(pattern: _Pattern) -> Iterator[_Unit]:
     for receiver, lacked in enumerate(pattern.lacked):
         cells = np.flatnonzero(lacked)
         kinds = kind[cells]
-        for k in np.unique(kinds).tolist():
+        for k in sorted(set(kinds.tolist())):
             these = cells[kinds == k]
             key = these.tobytes()
             if key not in made:

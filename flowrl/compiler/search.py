@@ -10,18 +10,24 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import networkx as nx
-
 from flowrl.compiler.bounds import never_together
 from flowrl.compiler.mesh import Mesh
 from flowrl.compiler.problem import Choice, Cost, Option, Problem, copies, evaluate, memory_of, transfer_seconds
+from flowrl.compiler.search_space import (
+    by_size,
+    grid,
+    is_mesh,
+    moved,
+    nearest_size,
+    shape_of,
+    stages_of,
+    waiting_cycles,
+)
 
 #: Ways to run a unit on a mesh that are tried in the improvement: the fastest, and the leanest.
 TRIED = 4
 #: Changes that make a placement leaner, at most.
 LEAN_STEPS = 40
-#: Cycles of who waits for whom that a move is first held against.
-MOST_CYCLES = 64
 #: Where a mesh of two units is cut, as shares of it.
 CUTS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 
@@ -46,7 +52,7 @@ class Search:
         self.exclusive = never_together(problem)
         self.cycles = waiting_cycles(problem)
         self.stages = stages_of(problem)
-        self.by_size: list[dict[tuple[int, int], tuple[Option, ...]]] = [_by_size(o) for o in problem.options]
+        self.by_size: list[dict[tuple[int, int], tuple[Option, ...]]] = [by_size(o) for o in problem.options]
         self.pinned = dict(problem.pinned)
         self._ladders: dict[tuple[int, int, int], list[Option]] = {}
         self._quickest: dict[tuple[int, Mesh, Choice], Option] = {}
@@ -89,7 +95,7 @@ class Search:
 
     def options(self, u: int, mesh: Mesh) -> tuple[Option, ...]:
         """How a unit may run on a mesh, the fastest first; empty where it may not."""
-        if self.pinned.get(u, mesh) != mesh or not _is_mesh(self.problem, mesh):
+        if self.pinned.get(u, mesh) != mesh or not is_mesh(self.problem, mesh):
             return ()
         return self.by_size[u].get((mesh.pool, mesh.size), ())
 
@@ -233,7 +239,7 @@ class Search:
                     ends |= {choice.mesh.start, choice.mesh.stop}
             for start, stop in itertools.combinations(sorted(ends), 2):
                 yield Mesh(pool, start, stop - start)
-            for size in _grid(here.size, here.gpus_per_node):
+            for size in grid(here.size, here.gpus_per_node):
                 for end in sorted(ends):
                     if end + size <= here.size:
                         yield Mesh(pool, end, size)
@@ -261,7 +267,7 @@ class Search:
             shifts = [s * here.gpus_per_node for s in steps] + within
             for end in sorted(ends):
                 for shift in [*shifts, *(-s for s in shifts)]:
-                    meshes = [_moved(c.mesh, pool, end, end + shift) for c in choices]
+                    meshes = [moved(c.mesh, pool, end, end + shift) for c in choices]
                     changed = self._same_ways(choices, meshes)
                     if changed is not None:
                         found.append(changed)
@@ -276,7 +282,7 @@ class Search:
                 continue
             start, stop = min(a.start, b.start), max(a.stop, b.stop)
             for cut in CUTS:
-                left = _round(self.problem, a.pool, start, (stop - start) * cut)
+                left = nearest_size(self.problem, a.pool, start, (stop - start) * cut)
                 if left is None:
                     continue
                 first, second = Mesh(a.pool, start, left), Mesh(a.pool, start + left, stop - start - left)
@@ -355,86 +361,6 @@ class Search:
         return self._quickest[key]
 
 
-def shape_of(choices: Sequence[Choice]) -> str:
-    """ "colocated": one mesh; "split": meshes that share nothing; "mixed": anything else."""
-    meshes = sorted({c.mesh for c in choices})
-    if len(meshes) == 1:
-        return "colocated"
-    return "mixed" if any(a.overlaps(b) for a, b in itertools.combinations(meshes, 2)) else "split"
-
-
-def stages_of(problem: Problem) -> list[list[int]]:
-    """Units by the longest path to them from those that wait for nobody in their iteration."""
-    depth = [0] * len(problem.units)
-    for u in range(len(depth)):
-        for v in problem.followers[u]:
-            depth[v] = max(depth[v], depth[u] + 1)
-    return [[u for u in range(len(depth)) if depth[u] == level] for level in sorted(set(depth))]
-
-
-def waiting_cycles(problem: Problem) -> list[tuple[tuple[int, ...], int]]:
-    """(units, lag) of the cycles of who waits for whom whatever the meshes are; at most MOST_CYCLES of them."""
-    edges = [(u, v, lag) for u, v, lag in problem.dependencies if u != v]
-    graph = nx.DiGraph()
-    for u, v, lag in edges:
-        graph.add_edge(u, v, lag=min(lag, graph.get_edge_data(u, v, {"lag": lag})["lag"]))
-    found = []
-    for cycle in itertools.islice(nx.simple_cycles(graph), MOST_CYCLES):
-        lag = sum(graph[u][v]["lag"] for u, v in itertools.pairwise([*cycle, cycle[0]]))
-        found.append((tuple(cycle), lag))
-    return found
-
-
 def _really_less(new: Rank, old: Rank) -> bool:
     """Whether it is better by more than rounding."""
     return any(a < b - 1e-9 * max(1.0, abs(b)) for a, b in zip(new, old, strict=True))
-
-
-def _by_size(options: Sequence[Option]) -> dict[tuple[int, int], tuple[Option, ...]]:
-    found: dict[tuple[int, int], list[Option]] = {}
-    for option in options:
-        found.setdefault((option.pool, option.size), []).append(option)
-    return {key: tuple(sorted(found[key], key=_preference)) for key in sorted(found)}
-
-
-def _preference(option: Option) -> tuple[object, ...]:
-    return (option.seconds, option.held + option.transient, option.offload, option.parallelism)
-
-
-def _is_mesh(problem: Problem, mesh: Mesh) -> bool:
-    """Whether there are such devices, within a node and aligned, or whole nodes."""
-    here = problem.cluster.pools[mesh.pool]
-    if not _is_size(mesh.size, here.gpus_per_node) or mesh.start < 0 or mesh.stop > here.size:
-        return False
-    return mesh.start % min(mesh.size, here.gpus_per_node) == 0
-
-
-def _is_size(size: int, per_node: int) -> bool:
-    return size > 0 and (size % per_node == 0 if size >= per_node else per_node % size == 0)
-
-
-def _grid(devices: int, per_node: int) -> list[int]:
-    """Sizes between one device and all: within a node all, then nodes in steps of about a third."""
-    sizes = [n for n in range(1, per_node) if per_node % n == 0]
-    nodes, count = devices // per_node, 1
-    while count <= nodes:
-        sizes.append(count * per_node)
-        count = max(count + 1, math.ceil(count * 1.25))
-    return sizes
-
-
-def _moved(mesh: Mesh, pool: int, old: int, new: int) -> Mesh:
-    """A mesh whose end at ``old`` is at ``new``."""
-    if mesh.pool != pool or old not in (mesh.start, mesh.stop):
-        return mesh
-    start, stop = (new, mesh.stop) if mesh.start == old else (mesh.start, new)
-    return Mesh(pool, start, stop - start)
-
-
-def _round(problem: Problem, pool: int, start: int, size: float) -> int | None:
-    """The number of devices nearest to ``size`` that a mesh can have; None for 0."""
-    per_node = problem.cluster.pools[pool].gpus_per_node
-    if size >= per_node or start % per_node:
-        return max(1, round(size / per_node)) * per_node
-    within = [n for n in range(1, per_node) if per_node % n == 0]
-    return min(within, key=lambda n: (abs(n - size), n)) if within else None

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.compiler.cluster import Cluster
+from flowrl.compiler.cycle_time import cycle_time
 from flowrl.compiler.problem import (
     RESERVE,
     Choice,
     Problem,
     WeightEdge,
     copies,
-    cycle_time,
     evaluate,
     memory_of,
     move_seconds,

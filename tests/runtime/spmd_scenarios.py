@@ -226,6 +226,9 @@ def everything(folder: str) -> None:
     again = train(place / "none", resume=True, num_steps=4, strategies={"tiny": Strategy(tensor_parallel=2)})
     assert (again.status, again.steps) == ("finished", 4)
 
+    chosen = train(place / "auto", num_steps=1, strategy="auto", checkpoint_every=None)
+    assert (chosen.status, chosen.steps) == ("finished", 1)
+
     own_nodes(place)
     shuts_down(place)
     raises(place)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowrl.compiler.plan import Plan
 from flowrl.errors import FlowError
 from flowrl.runtime.replay import replay_step
 from flowrl.runtime.spmd import deadline_of_environment
@@ -65,6 +66,15 @@ def test_two_ranks_do_what_one_does(local: Path, spmd: Path) -> None:
         torch.load(p / "checkpoints/step-000003/states.pt", weights_only=True) for p in (local / "run", spmd / "none")
     ]
     assert states[0]["kl_coef"] != 0.05 and close(states[0]["kl_coef"], states[1]["kl_coef"])
+
+
+def test_a_plan_that_the_compiler_chose_is_run(local: Path, spmd: Path) -> None:
+    """With strategy="auto": the map of devices is in the plan, and the step is the one of a single process."""
+    plan = Plan.from_json((spmd / "auto" / "plan.json").read_text())
+    assert plan.mapping is not None and [m.size for m in plan.mapping.meshes] == [2] and not plan.not_everywhere()
+    assert {m.name for m in plan.models} >= {u.model for u in plan.mapping.units}
+    one, two = rows(local / "run")[1], rows(spmd / "auto")[1]
+    assert [k for k in one if "loss" in k and not close(one[k], two[k])] == [] and any("loss" in k for k in one)
 
 
 def test_a_reward_function_is_called_once_for_each_row(local: Path, spmd: Path) -> None:
