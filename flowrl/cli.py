@@ -251,7 +251,7 @@ def plan(ctx: typer.Context, file: Annotated[Path, typer.Argument(metavar="FILE"
         as_json: Annotated[bool, typer.Option("--json", help="The plan, for programs.")] = False,
         html: Annotated[Path | None, typer.Option(help="Write a page with pictures to this file.")] = None,
         explain: Annotated[
-            bool, typer.Option("--explain", help="Also what another node, or longer or more rows, would take.")
+            bool, typer.Option("--explain", help="Also what more nodes, and longer or shorter responses, would take.")
         ] = False,
     ) -> None:
         from flowrl.plan_command import PlanAsked, plan_recipe

@@ -20,7 +20,7 @@ class PlanAsked:
 
     Args:
         cluster: as :func:`flowrl.compiler.cluster_file.parse_cluster` reads it; None for this machine.
-        prompt_tokens, response_tokens, longest_response: see :class:`flowrl.compiler.flow_units.Lengths`.
+        prompt_tokens, response_tokens, longest_response: see :class:`flowrl.compiler.work.Lengths`.
         calibration: file of rates.
         runtime: what will run the plan.
         as_json: whether to print the plan as JSON.

@@ -78,6 +78,11 @@ def compile(
         FlowError: ``micro_batch_tokens`` is not a positive number, ``cluster`` is no Cluster, strategies or pins do not fit the
             flow or the cluster, or a Model's configuration cannot be read.
         PlacementError: nothing fits: why, with numbers, and the smallest change that would do.
+
+    Example::
+
+        plan = compile(flow, Cluster("H100", nodes=4), lengths=Lengths(response=900)).plan
+        print(plan.explain())
     """
     if not is_whole(micro_batch_tokens, 1):
         raise FlowError(

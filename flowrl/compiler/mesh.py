@@ -18,6 +18,10 @@ class Mesh:
         pool: index of the pool of the cluster.
         start: its first device, within the pool.
         size: how many.
+
+    Example::
+
+        Cluster("H100", nodes=2).mesh(8, 8)  # Mesh(pool=0, start=8, size=8): the second node
     """
 
     pool: int

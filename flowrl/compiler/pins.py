@@ -29,6 +29,11 @@ class Pin:
         checkpointing: whether activations are computed again.
         micro_batches: forward passes of a data-parallel rank.
         offload: whether its state is in host memory while it does not run.
+
+    Example::
+
+        cluster = Cluster("H100", nodes=2)
+        compile(flow, cluster, pin={rollouts: Pin(tensor=2), "Updater#0": Pin(mesh=cluster.mesh(0, 8))})
     """
 
     mesh: Mesh | None = None

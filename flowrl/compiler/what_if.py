@@ -1,4 +1,4 @@
-"""What something else would cost: another node, longer or more rows."""
+"""What something else would cost: more nodes, longer or shorter responses."""
 
 from __future__ import annotations
 

@@ -59,6 +59,10 @@ class Lengths:
 
     Raises:
         FlowError: a length is no positive number, or the mean is above the longest.
+
+    Example::
+
+        compile(flow, cluster, lengths=Lengths(prompt=300, response=800, max_response=4096))
     """
 
     prompt: float = DEFAULT_PROMPT_TOKENS
