@@ -23,8 +23,8 @@ class Planned:
         name: of the problem.
         models, units, gpus: of it.
         options: ways to run, of all units.
-        building: seconds of estimates and options, measured.
-        placing: seconds of the search, measured.
+        building: seconds of a core for estimates and options, measured.
+        placing: seconds of a core for the search, measured.
         evaluations: assignments that were rated.
         period: seconds of an iteration, estimated; infinity where nothing fits.
         lower_bound: of the same.
@@ -76,12 +76,12 @@ def plan(case: Case) -> tuple[Problem, Placed]:
 
 
 def planned(case: Case) -> Planned:
-    """Plans a case, and measures it."""
-    started = time.perf_counter()
+    """Plans a case, and measures it: seconds of one core, which others that use the machine do not change much."""
+    started = time.process_time()
     problem = case.problem()
-    built = time.perf_counter()
+    built = time.process_time()
     placed = place(problem)
-    placing = time.perf_counter() - built
+    placing = time.process_time() - built
     return Planned(
         name=case.name,
         models=len(case.models),

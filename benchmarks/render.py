@@ -216,8 +216,8 @@ tensor parallelism 2 is fastest for 7B, and 4 for 13B. By tensor parallelism:
 {_table(("size", *(str(t) for t in tensors)), generation)}
 
 `tests/compiler/test_published.py` says which of it holds. Far from the crossing the orderings are the published ones: colocated
-wins by far on 16 and 32 devices, and the split is fastest on 128. At 64 devices the estimates call a tie what was measured as a
-win for colocated; on 128 they give the split a few per cent, less than was measured; for 7B they hardly tell tensor parallelism 2
+wins clearly on 16 and 32 devices, and the split is fastest on 128. At 64 devices the estimates call a tie what was measured as a
+win for colocated; on 128 they give the split 2 to 4 %; for 7B they hardly tell tensor parallelism 2
 from 4. Such differences data sheets cannot settle: the crossing moves with the share of gradient traffic that hides behind the
 backward pass and with how well small batches fill a device, generation with what a small all-reduce costs in practice."""
 

@@ -16,7 +16,7 @@ TIE = 0.03
 
 @pytest.mark.parametrize(("size", "gpus"), [("13B", 16), ("13B", 32), ("34B", 32)])
 def test_all_models_colocated_is_best_on_few_devices(size: str, gpus: int) -> None:
-    """16 to 32 devices, where 34B fits from 32 on: colocated wins by far."""
+    """16 to 32 devices, where 34B fits from 32 on: colocated wins clearly."""
     seconds = dict(ordering(size, gpus, ("colocated", "split")).seconds)
     colocated, split = seconds["colocated"], seconds["split"]
     assert colocated is not None
