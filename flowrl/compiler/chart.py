@@ -32,7 +32,7 @@ BUCKET_BYTES = 2**30
 #: Of a shape, in words.
 SHAPES = {
     "colocated": "all calls on the same devices",
-    "split": "calls, or sets of them, on devices of their own",
+    "split": "calls on devices of their own",
     "mixed": "some calls share devices, others do not",
 }
 
