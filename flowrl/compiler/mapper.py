@@ -200,8 +200,10 @@ def why_impossible(built: Built, unit: FlowUnit) -> list[str]:
             found = (float(need[best]), float(table.held[best]), float(table.transient[best]))
             least = found if least is None or found < least else least
     if least is None:
+        pinned = ", ".join(f"{name} {value}" for name, value in vars(pin).items() if value is not None)
         return [
-            f"{label}: no parallelism of {unit.model.name} suits what is pinned ({pin}) on {cluster.num_devices} devices"
+            f"{label}: no parallelism of {unit.model.name} over {cluster.num_devices} devices suits what is pinned "
+            f"({pinned or 'nothing'})"
         ]
     room = max(pool.device.memory_bytes for pool in cluster.pools) * (1 - RESERVE)
     return [

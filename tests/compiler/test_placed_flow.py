@@ -147,6 +147,7 @@ def test_a_mesh_and_a_strategy_are_pins() -> None:
         ({"Updater#0": Pin(zero=4)}, "zero is 4; expected 0, 1, 2 or 3"),
         ({"Updater#0": Pin(tensor=3)}, "tensor is pinned to 3; expected a divisor of the 28 attention heads"),
         ({"Updater#0": Pin(pipeline=29)}, "pipeline is pinned to 29; expected at most the 28 layers"),
+        ({"Updater#0": Pin(data=4, tensor=4, pipeline=2)}, r"over 16 devices suits .*data 4, tensor 4, pipeline 2"),
         ({"Updater#0": Pin(tensor=4, data=4, mesh=Mesh(0, 0, 8))}, "expected a divisor of the 8 devices of its mesh"),
     ],
 )
