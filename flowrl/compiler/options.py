@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from flowrl.compiler.collector import collector_paused
 from flowrl.compiler.parallelism import Parallelism
 from flowrl.compiler.problem import RESERVE, Option
 from flowrl.compiler.work import Work
@@ -21,6 +22,7 @@ Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
 
+@collector_paused()
 def options_of(
     estimator: Estimator,
     architecture: Architecture,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flowrl.compiler.bounds import lower_bound
 from flowrl.compiler.branch import BranchAndBound
+from flowrl.compiler.collector import collector_paused
 from flowrl.compiler.problem import Choice, Cost, Problem
 from flowrl.compiler.search import Placement, Search
 from flowrl.compiler.seeds import seeds
@@ -50,6 +51,7 @@ class Placed:
     by_shape: tuple[tuple[str, tuple[Choice, ...], float], ...]
 
 
+@collector_paused()
 def place(problem: Problem, *, budget: int | None = None, exact_budget: int = EXACT_BUDGET) -> Placed:
     """The best assignment that is found.
 
