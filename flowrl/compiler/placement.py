@@ -13,7 +13,7 @@ from flowrl.compiler.seeds import seeds
 from flowrl.errors import FlowError
 
 #: Ratings of the search for each pair of units; a plan for equal inputs is equal, so no clock counts.
-BUDGET_OF_PAIR = 60
+BUDGET_OF_PAIR = 40
 #: Partial assignments that branch and bound may look at.
 EXACT_BUDGET = 20_000
 #: Ratings of a search that only asks what something else would cost.
